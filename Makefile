@@ -1,0 +1,61 @@
+# `make` lists the targets. Each first installs what it needs into .venv.
+# Another Python than python3: PYTHON=python3.12 make test
+
+PYTHON ?= python3
+PY := .venv/bin/python
+STAMP := .venv/.installed
+NOTEBOOK := notebooks/annotated_transformer.ipynb
+
+.DEFAULT_GOAL := help
+.PHONY: help notebook test run html sync check-sync format clean
+
+help:  ## list these targets
+	@echo "The annotated Transformer. Choose a target:"
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
+
+notebook: $(STAMP)  ## run the book and write its notebook, with outputs
+	$(PY) tools/notebook.py execute
+
+test: $(STAMP)  ## check the style, run the notebook and every test
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) tools/notebook.py execute build/smoke.ipynb
+	$(PY) -m pytest
+
+run: $(STAMP)  ## run the book as a script; options: make run ARGS="--help"
+	$(PY) annotated_transformer.py $(ARGS)
+
+html: $(STAMP) $(NOTEBOOK)  ## write build/annotated_transformer.html, one page to read
+	$(PY) tools/notebook.py html build/annotated_transformer.html
+
+sync: $(STAMP)  ## copy the source into the notebook, without running it
+	$(PY) tools/notebook.py sync
+
+check-sync: $(STAMP)  ## fail if the notebook and the source differ
+	$(PY) tools/notebook.py check
+
+format: $(STAMP)  ## lay out the Python files as the tests expect
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+clean:  ## remove .venv, build and caches; what is in runs stays
+	rm -rf .venv build .hypothesis .pytest_cache .ruff_cache
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+# The stamp is written last: a broken installation is taken up again, and
+# nothing is installed until requirements or constraints change. An existing
+# .venv is kept if it works.
+$(STAMP): requirements.txt constraints.txt
+	@python=$(PY); $$python -m pip --version >/dev/null 2>&1 || python="$(PYTHON)"; \
+	"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \
+	  echo "This project needs Python 3.10 or newer; $$python:" \
+	    "$$("$$python" --version 2>/dev/null || echo not found). Name a newer one, for example:" \
+	    "PYTHON=python3.12 make" >&2; exit 1; }
+	@$(PY) -m pip --version >/dev/null 2>&1 || "$(PYTHON)" -m venv --clear .venv
+	@echo "Installing into .venv: a few minutes, once ..."
+	@$(PY) -m pip install --quiet -r requirements.txt -c constraints.txt
+	@touch $@
+
+# Only where the notebook is missing; `make notebook` renews it.
+$(NOTEBOOK): | $(STAMP)
+	$(PY) tools/notebook.py execute

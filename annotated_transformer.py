@@ -1,0 +1,4050 @@
+# %% [markdown]
+# # The Transformer, line by line
+#
+# In 2017 eight researchers described a network for translation that has no
+# recurrence and no convolution, only attention: Vaswani et al., *Attention
+# Is All You Need* ([arXiv:1706.03762](https://arxiv.org/abs/1706.03762)).
+# Nearly every large language model since then is built from its parts.
+#
+# This book builds that network from nothing but tensors. It follows the
+# paper section by section, so that the two can lie side by side. Each
+# section says in plain words what the paper claims, writes it as code,
+# works a number by hand or draws a picture, and then **checks** the code
+# against an independent reference. You need Python, some linear algebra
+# and a laptop. You do not need a GPU.
+#
+# At the end you will have trained a model, on your own machine, that puts
+# German sentences into English, and you will have looked inside it to see
+# which German word each English word came from.
+
+# %% [markdown]
+# ## Start here
+#
+# **Read.** From top to bottom. A cell of code is there to be read, not
+# skipped: most have ten lines or fewer. Text marked *Differs from the
+# paper* says where we depart from it and why; everything else is the
+# paper's own default.
+#
+# **Run.** As a notebook, each example shows its result as you pass it.
+# As a script, `python annotated_transformer.py` learns to copy sequences
+# and proves it, and `python annotated_transformer.py --help` lists what
+# else it can do. Imported, `import annotated_transformer`, it only
+# defines things and makes no sound.
+#
+# **Edit.** Change anything and run the cell again. The checks will tell
+# you what you broke; breaking things on purpose is the best exercise.
+#
+# | step | on two laptop cores, no GPU |
+# |---|---|
+# | the architecture, Sections 1 to 5 | seconds |
+# | the copy task | about ten seconds |
+# | the German-English model of this notebook | about two minutes |
+# | real captions (Multi30k), from the command line | half an hour or more |
+#
+# **Symbols.** They are the paper's. The letters in a comment such as
+# `# (B, T, D)` give the shape of the tensor on that line:
+#
+# | letter | size of | | letter | size of |
+# |---|---|---|---|---|
+# | B | the batch, in sentences | | D | the model width, `d_model` |
+# | S | the source sentence, in tokens | | H | the heads, `h` |
+# | T | the target sentence, in tokens | | K | one head, `d_k` = D / H |
+# | V | the vocabulary | | F | the hidden layer, `d_ff` |
+#
+# Masks are boolean, and **True means "may attend"**, everywhere.
+
+# %% [markdown]
+# The chapters on the architecture need PyTorch and the standard library.
+# Other packages (charts, tokenizers, scores) are imported where they are
+# used, so that what you do not use costs nothing.
+
+# %%
+import argparse
+import contextlib
+import functools
+import gzip
+import hashlib
+import itertools
+import json
+import math
+import os
+import random
+import re
+import sys
+import time
+import urllib.request
+import zlib
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+# %% [markdown]
+# ### One mechanism for three ways to run
+#
+# The next cell is the only one that asks how the file was started. A
+# function under `@example` shows something; a function under `@check`
+# asserts something. In a notebook both run on the spot. Otherwise they
+# are only put on a list, from which the tests take them. `start` runs the
+# command line, at the very end, if the file was started as a script.
+# Each example and check begins from the same random seed, so the order in
+# which you run them does not matter.
+
+# %%
+NOTEBOOK = __name__ == "__main__" and "get_ipython" in globals()
+EXAMPLES, CHECKS = {}, {}
+
+
+def run_seeded(function, seed=0):
+    """Call `function` from a fixed seed; the caller's randomness is kept."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return function()
+
+
+def example(function):
+    """Register a demonstration; a notebook runs it and shows its result."""
+    EXAMPLES[function.__name__] = function
+    if NOTEBOOK and (result := run_seeded(function)) is not None:
+        from IPython.display import display
+
+        display(result)
+    return function
+
+
+def check(function):
+    """Register an assertion; a notebook runs it and says what holds."""
+    CHECKS[function.__name__] = function
+    if NOTEBOOK:
+        run_seeded(function)
+        print("Holds:", function.__doc__.splitlines()[0])
+    return function
+
+
+def start(main):
+    """Hand the command line to `main` if this file runs as a script."""
+    if __name__ == "__main__" and not NOTEBOOK:
+        sys.exit(main(sys.argv[1:]))
+
+
+# %% [markdown]
+# Wrong input gets an error of its own kind, whose message names the value
+# or the file and says what to do. The command line prints just that.
+
+
+# %%
+class InputError(ValueError):
+    """Something given by the user is wrong; the message says what."""
+
+
+# %% [markdown]
+# ### How the charts are drawn
+#
+# Three helpers draw nearly every picture of this book with Altair: `lines`,
+# `bars` and `heatmaps`. You may skip this cell; it is about ink, not about
+# attention. Colours are the Okabe-Ito palette and the cividis map, which
+# people with any colour vision can tell apart, and a dash always says the
+# same as a colour. Every chart carries a description in words. It is
+# stored both as a live chart and as an image, so it shows without network
+# and where scripts are not allowed.
+
+# %%
+PALETTE = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]
+
+
+@functools.cache
+def altair():
+    """Altair with this book's theme and its offline renderer."""
+    import altair as alt
+
+    def render(spec):
+        import vl_convert
+
+        png = vl_convert.vegalite_to_png(json.dumps(spec), scale=1.5)
+        vega = "application/vnd.vegalite.v5+json"
+        words = spec.get("description", "chart")
+        return {vega: spec, "image/png": png, "text/plain": words}
+
+    font = {"labelFontSize": 12, "titleFontSize": 12}
+    view = {"continuousWidth": 420, "continuousHeight": 240}
+    style = {
+        "config": {
+            "background": "white",
+            "padding": 12,
+            "view": {**view, "strokeOpacity": 0},
+            "axis": {**font, "gridOpacity": 0.4},
+            "legend": font,
+            "header": font,
+            "title": {"fontSize": 14, "anchor": "start", "offset": 12},
+            "range": {"category": PALETTE},
+        }
+    }
+
+    @alt.theme.register("book", enable=True)
+    def book():
+        return alt.theme.ThemeConfig(style)
+
+    alt.renderers.register("book", render)
+    alt.renderers.enable("book")
+    alt.data_transformers.enable("default", max_rows=5000)
+    return alt
+
+
+# %% [markdown]
+# The helpers themselves take plain lists and tensors, and put them into
+# the table of one row a point that Altair wants.
+
+
+# %%
+def table(**columns):
+    """Columns of equal length as a pandas table, one row a point."""
+    import pandas
+
+    return pandas.DataFrame(columns)
+
+
+def lines(series, x, y, title, description, log=()):
+    """Lines from {name: (xs, ys)}; axes named in `log` are logarithmic."""
+    alt = altair()
+    data = table(
+        line=[name for name, (xs, _) in series.items() for _ in xs],
+        x=[x for xs, _ in series.values() for x in xs],
+        y=[float(y) for _, ys in series.values() for y in ys],
+    )
+    scale = {k: alt.Scale(type="log", nice=False) for k in log}
+    legend = alt.Legend(title=None, labelLimit=300, symbolSize=400)
+    names = {
+        "scale": alt.Scale(domain=list(series)),
+        "legend": legend if len(series) > 1 else None,
+    }
+    return (
+        alt.Chart(data, title=title)
+        .mark_line(strokeWidth=2.5)
+        .encode(
+            alt.X("x:Q", title=x, scale=scale.get("x", alt.Undefined)),
+            alt.Y("y:Q", title=y, scale=scale.get("y", alt.Undefined)),
+            alt.Color("line:N", **names),
+            alt.StrokeDash("line:N", **names),
+        )
+        .properties(description=description)
+    )
+
+
+def bars(values, x, y, title, description):
+    """Horizontal bars from {name: value}, in the order given."""
+    alt = altair()
+    data = table(name=list(values), value=list(values.values()))
+    return (
+        alt.Chart(data, title=title, height=30 * len(values))
+        .mark_bar(color=PALETTE[0])
+        .encode(alt.X("value:Q", title=x), alt.Y("name:N", sort=None, title=y))
+        .properties(description=description)
+    )
+
+
+def heatmaps(panels, x, y, title, description, **options):
+    """Matrices {name: (matrix, row labels, column labels)} side by side.
+
+    All panels share one colour scale. `options`: `domain` (default 0 to
+    1), `scheme`, `legend`, `cell` in pixels, `columns` in the grid.
+    """
+    alt = altair()
+    cell, domain = options.get("cell", 24), options.get("domain", (0, 1))
+    scheme = options.get("scheme", "cividis")
+    hue = alt.Color(
+        "value:Q",
+        title=options.get("legend", "weight"),
+        scale=alt.Scale(scheme=scheme, domain=domain),
+    )
+    charts = []
+    for name, (matrix, rows, columns) in panels.items():
+        down = [f"{i}|{token}" for i, token in enumerate(rows)]
+        across = [f"{i}|{token}" for i, token in enumerate(columns)]
+        cells = list(itertools.product(down, across))
+        data = table(
+            row=[r for r, _ in cells],
+            column=[c for _, c in cells],
+            value=[round(float(v), 4) for v in matrix.flatten()],
+        )
+        axis = alt.Axis(labelExpr="split(datum.label, '|')[1]", ticks=False)
+        axis.labelOverlap = True
+        size = {"width": cell * len(columns), "height": cell * len(rows)}
+        charts.append(
+            alt.Chart(data, title=name, **size)
+            .mark_rect()
+            .encode(
+                alt.X("column:N", sort=None, title=x, axis=axis),
+                alt.Y("row:N", sort=None, title=y, axis=axis),
+                hue,
+                [alt.Tooltip(f"{k}:N") for k in ("row", "column", "value")],
+            )
+        )
+    grid = alt.concat(*charts, columns=options.get("columns", 4))
+    return grid.properties(title=title, description=description)
+
+
+# %% [markdown]
+# ## 1, 2 Why: what came before
+#
+# Before 2017 a translation model read its sentence one word at a time. A
+# recurrent network folds each word into a state and hands the state on.
+# Two things follow from that, and the paper sets out to cure both
+# (Sections 1, 2 and 4):
+#
+# * **Training waits.** The state after word 30 needs the state after word
+#   29. A machine with ten thousand multipliers must still take 30 turns.
+# * **Paths are long.** If word 30 depends on word 1, as a German verb may
+#   depend on its subject, the signal passes through 29 states, each of
+#   which may lose it. A convolution of width k shortens the path, yet
+#   still needs a stack of layers to span a sentence.
+#
+# Attention connects every position with every other in one step. Its
+# price is a table of all pairs, so the work grows with the square of the
+# length. Table 1 of the paper counts the operations. Here they are for a
+# caption of 14 words and for a page of 1,000, at the width d = 512 of the
+# paper's base model and with convolutions of width 3.
+
+
+# %%
+@example
+def cost_of_a_layer(d=512, k=3):
+    """Table 1: operations, steps in a row, and the longest path."""
+    print(f"{'layer':<15}{'n':>6}{'operations':>15}{'steps':>7}{'path':>6}")
+    for n in (14, 1000):
+        dilated = math.ceil(math.log(n, k))
+        for name, operations, steps, path in (
+            ("self-attention", n * n * d, 1, 1),
+            ("recurrent", n * d * d, n, n),
+            ("convolutional", k * n * d * d, 1, dilated),
+        ):
+            row = f"{name:<15}{n:>6}{operations:>15,}{steps:>7}{path:>6}"
+            print(row)
+
+
+# %% [markdown]
+# **What to notice.** For short sentences attention is also the cheapest:
+# 14² × 512 is 37 times less than 14 × 512². The lines cross at n = d, and
+# for 1,000 words the recurrent layer does less work, but does it in 1,000
+# turns. (The table counts what the *attention* costs and leaves out the
+# four projections around it, which cost n·d² each.)
+
+# %% [markdown]
+# ### The task we use throughout
+#
+# Translation needs data, and data needs a chapter of its own. Until then
+# the model learns to **copy**: it reads a sequence of digits and must
+# write the same digits, one after the other, then stop. It sounds
+# trivial, yet it exercises all parts. The decoder has to find, at step t,
+# what stands at place t of the source, and it has to know when to end.
+#
+# Four numbers are reserved in every vocabulary of this book:
+
+# %%
+PAD, BOS, EOS, UNK = range(4)  # padding, begin, end, unknown word
+SPECIALS = ["<pad>", "<s>", "</s>", "<unk>"]
+
+# %% [markdown]
+# In the copy task the ten digits follow, as the tokens 4 to 13. Sentences
+# of different length share a batch only if the shorter ones are filled up
+# with `PAD`. Here is a batch of two, which will return in Section 3.2.3:
+
+# %%
+DIGITS = [*SPECIALS, *"0123456789"]
+
+
+def pad(rows):
+    """Lists of token ids -> one (B, longest) tensor, filled with PAD."""
+    tensors = [torch.as_tensor(row, dtype=torch.long) for row in rows]
+    return nn.utils.rnn.pad_sequence(tensors, True, PAD)
+
+
+def digits(text):
+    """The token ids of a string of digits, EOS at the end."""
+    return [DIGITS.index(symbol) for symbol in text] + [EOS]
+
+
+@example
+def two_padded_sentences():
+    batch = pad([digits("71920"), digits("44")])  # (B, S)
+    print(batch)
+    for row in batch:
+        print(*(DIGITS[token] for token in row))
+
+
+# %% [markdown]
+# ## 3 The model
+#
+# The whole network in one paragraph (Figure 1 of the paper). An
+# **encoder** turns the S source tokens into S vectors of width D, called
+# the *memory*. A **decoder** reads the memory and the target words written
+# so far, and gives one vector for each; from it, the next word is
+# predicted. Both are stacks of N equal layers. A layer consists of
+# *attention*, where positions exchange information, and a *feed-forward
+# network*, where each position works for itself.
+#
+# All sizes and options stand in one frozen object. Its defaults are the
+# paper's **base** model (Section 3.1 and Table 3).
+
+
+# %%
+@dataclass(frozen=True)
+class Config:
+    """The sizes and options of a Transformer, in the paper's symbols.
+
+    Raises InputError for sizes that do not fit together.
+    """
+
+    src_vocab: int = 37_000
+    tgt_vocab: int = 37_000
+    N: int = 6  # layers in each stack
+    d_model: int = 512
+    d_ff: int = 2048
+    h: int = 8  # heads
+    dropout: float = 0.1
+    attention_dropout: float = 0.0  # on attention weights: not in the paper
+    norm_first: bool = False  # the paper's is post-norm
+    shared: bool = True  # one matrix for source, target and output
+
+    @property
+    def d_k(self):
+        return self.d_model // self.h
+
+    def __post_init__(self):
+        for name in ("src_vocab", "tgt_vocab", "N", "d_model", "d_ff", "h"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} must be at least 1")
+        if self.d_model % self.h:
+            raise InputError(
+                f"d_model={self.d_model} is not divisible by h={self.h}: "
+                "each head needs a whole number of dimensions"
+            )
+        if self.d_model % 2:
+            raise InputError(f"d_model={self.d_model} must be even (Sec. 3.5)")
+        if self.shared and self.src_vocab != self.tgt_vocab:
+            raise InputError(
+                "shared=True needs src_vocab == tgt_vocab, not "
+                f"{self.src_vocab} and {self.tgt_vocab}"
+            )
+        for name in ("dropout", "attention_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise InputError(f"{name} must be in [0, 1)")
+
+
+# %% [markdown]
+# ### 3.1 Encoder and decoder stacks
+#
+# The paper claims that six layers can be trained if each sub-layer is
+# wrapped in a *residual connection* followed by *layer normalization*:
+#
+# $$\mathrm{LayerNorm}(x + \mathrm{Sublayer}(x))$$
+#
+# The residual lets a layer add a small correction instead of saying
+# everything anew. The normalization keeps the numbers in range: it gives
+# each position, by itself, mean 0 and variance 1, then lets the model
+# choose a gain *g* and a bias *b* for each dimension:
+#
+# $$\mathrm{LayerNorm}(x) = g \odot \frac{x - \mu}{\sqrt{\sigma^2 +
+# \varepsilon}} + b$$
+#
+# Two details are often got wrong: σ² is the *biased* variance (divide by
+# D, not D − 1), and ε goes inside the root.
+
+
+# %%
+def layer_norm(x, gain, bias, eps=1e-5):
+    """LayerNorm over the last dimension: (..., D) -> (..., D)."""
+    mean = x.mean(dim=-1, keepdim=True)  # (..., 1)
+    variance = (x - mean).square().mean(dim=-1, keepdim=True)  # (..., 1)
+    return gain * (x - mean) / torch.sqrt(variance + eps) + bias
+
+
+# %% [markdown]
+# By hand: for x = (1, 2, 3, 6) the mean is 3 and the variance is
+# (4 + 1 + 0 + 9) / 4 = 3.5, whose root is 1.871. So the result is
+# (−2, −1, 0, 3) / 1.871 = (−1.069, −0.535, 0, 1.604).
+
+
+# %%
+@example
+def layer_norm_by_hand():
+    x = torch.tensor([1.0, 2.0, 3.0, 6.0])
+    print([round(v, 3) for v in layer_norm(x, 1.0, 0.0).tolist()])
+
+
+@check
+def layer_norm_equals_torch():
+    """Our LayerNorm gives torch's values and torch's gradients."""
+    x = torch.randn(3, 5, 8, dtype=torch.double, requires_grad=True)
+    gain, bias = torch.randn(2, 8, dtype=torch.double)
+    ours = layer_norm(x, gain, bias)
+    theirs = F.layer_norm(x, (8,), gain, bias)
+    torch.testing.assert_close(ours, theirs)
+    weight = torch.randn_like(ours)
+    (ours_grad,) = torch.autograd.grad((ours * weight).sum(), x)
+    (theirs_grad,) = torch.autograd.grad((theirs * weight).sum(), x)
+    torch.testing.assert_close(ours_grad, theirs_grad)
+
+
+# %% [markdown]
+# Why write it by hand at all? To know what it does. Now that the two are
+# shown equal, the model uses `nn.LayerNorm`, which makes one pass over
+# memory where our five lines make several.
+#
+# #### Post-norm and pre-norm
+#
+# No question about this architecture is asked more often than where the
+# norm goes. The paper normalizes *after* the addition: **post-norm**.
+# Many later models normalize the *input* of the sub-layer and leave the
+# sum alone: **pre-norm**, `x + Sublayer(LayerNorm(x))`. Then nothing
+# normalizes the output of the last layer, so a pre-norm stack needs one
+# final norm; a post-norm stack has none. Here the paper's order is the
+# default, and `norm_first=True` selects the other.
+#
+# Dropout (Section 5.4) falls on the sub-layer's output, before the sum.
+
+
+# %%
+class Residual(nn.Module):
+    """The "Add & Norm" box around a sub-layer (Section 3.1)."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.norm_first = config.norm_first
+        self.norm = nn.LayerNorm(config.d_model)
+        self.drop = nn.Dropout(config.dropout)
+
+    def forward(self, x, sublayer):  # x: (B, T, D), the result too
+        if self.norm_first:
+            return x + self.drop(sublayer(self.norm(x)))
+        return self.norm(x + self.drop(sublayer(x)))
+
+
+# %% [markdown]
+# An encoder layer has two sub-layers: self-attention, in which each source
+# position looks at all source positions, and the feed-forward network.
+# Their classes follow in Sections 3.2 and 3.3; here it is enough that
+# attention takes queries, keys, values and a mask.
+
+
+# %%
+class EncoderLayer(nn.Module):
+    """Self-attention, then feed-forward: the left half of Figure 1."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.self_attention = MultiHeadAttention(config)
+        self.feed_forward = FeedForward(config)
+        self.residuals = nn.ModuleList(Residual(config) for _ in range(2))
+
+    def forward(self, x, mask):  # x: (B, S, D)
+        look, think = self.residuals
+        x = look(x, lambda q: self.self_attention(q, q, q, mask))
+        return think(x, self.feed_forward)
+
+
+# %% [markdown]
+# A decoder layer puts a third sub-layer between them: cross-attention,
+# whose queries come from the decoder and whose keys and values are the
+# encoder's memory. Its self-attention has a mask that hides the future.
+
+
+# %%
+class DecoderLayer(nn.Module):
+    """Self-attention, cross-attention, feed-forward: Figure 1, right."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.self_attention = MultiHeadAttention(config)
+        self.cross_attention = MultiHeadAttention(config)
+        self.feed_forward = FeedForward(config)
+        self.residuals = nn.ModuleList(Residual(config) for _ in range(3))
+
+    def forward(self, x, memory, src_mask, tgt_mask):  # x: (B, T, D)
+        look, consult, think = self.residuals
+        x = look(x, lambda q: self.self_attention(q, q, q, tgt_mask))
+        x = consult(
+            x, lambda q: self.cross_attention(q, memory, memory, src_mask)
+        )
+        return think(x, self.feed_forward)
+
+
+# %% [markdown]
+# A stack is N such layers, one after the other. Each is built anew, so
+# each starts from its own random weights. (Copying one finished layer N
+# times, as some libraries do, gives N layers that start out identical.)
+
+
+# %%
+class Stack(nn.Module):
+    """N layers of one kind, and for pre-norm a final norm."""
+
+    def __init__(self, layer, config):
+        super().__init__()
+        self.layers = nn.ModuleList(layer(config) for _ in range(config.N))
+        last = nn.LayerNorm if config.norm_first else nn.Identity
+        self.norm = last(config.d_model)
+
+    def forward(self, x, *context):  # (B, T, D) -> (B, T, D)
+        for layer in self.layers:
+            x = layer(x, *context)
+        return self.norm(x)
+
+
+# %% [markdown]
+# ### 3.2 Attention
+#
+# Attention answers a question with a weighted mean. Each position asks
+# with a *query*, each position offers a *key* and a *value*; where query
+# and key agree, the value counts for more.
+#
+# #### 3.2.1 Scaled dot-product attention
+#
+# With the queries as rows of Q, and keys and values as rows of K and V
+# (Equation 1):
+#
+# $$\mathrm{Attention}(Q, K, V) =
+# \mathrm{softmax}\!\left(\frac{QK^\top}{\sqrt{d_k}}\right)V$$
+#
+# Let us do it by hand. One query (1, 0) and three keys (1, 0), (0, 1),
+# (1, 0), so d_k = 2. The products are 1, 0, 1; divided by √2 they are
+# 0.707, 0, 0.707; e to that is 2.028, 1, 2.028; as shares of their sum
+# 5.056 that is 0.401, 0.198, 0.401. With the values 10, 20 and 30 the
+# answer is 4.01 + 3.96 + 12.03 = 20: the first and third count double.
+#
+# The code is the formula. A mask, where given, replaces each forbidden
+# score by the lowest number there is, before the softmax, so that its
+# weight comes out as exactly zero. Not by minus infinity: a row that may
+# look nowhere would then be 0/0, and one NaN soon spreads everywhere.
+
+
+# %%
+def attention(Q, K, V, mask=None, drop=None):
+    """Scaled dot-product attention (Section 3.2.1, Equation 1).
+
+    Q (..., T, K), K (..., S, K), V (..., S, K); mask, boolean, True = may
+    attend, broadcastable to (..., T, S); `drop` is applied to the weights.
+    Returns the output (..., T, K) and the undropped weights (..., T, S).
+    """
+    scores = Q @ K.transpose(-2, -1) / math.sqrt(K.size(-1))  # (..., T, S)
+    if mask is not None:
+        lowest = torch.finfo(scores.dtype).min
+        scores = scores.masked_fill(~mask, lowest)
+    weights = scores.softmax(dim=-1)  # (..., T, S), rows sum to 1
+    return (drop(weights) if drop else weights) @ V, weights
+
+
+# %% [markdown]
+# The example worked above, and the same function against torch's own:
+
+
+# %%
+@example
+def attention_by_hand():
+    Q = torch.tensor([[1.0, 0.0]])
+    K = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
+    V = torch.tensor([[10.0], [20.0], [30.0]])
+    output, weights = attention(Q, K, V)
+    print("weights", [round(w, 3) for w in weights[0].tolist()])
+    print("output ", round(output.item(), 3))
+
+
+@check
+def attention_equals_torch():
+    """Our attention equals F.scaled_dot_product_attention, masked or not."""
+    Q, K, V = (torch.randn(2, 3, n, 8) for n in (5, 7, 7))
+    mask = torch.rand(2, 1, 5, 7) < 0.7
+    mask[..., 0] = True  # every query may look somewhere
+    for m in (None, mask):
+        expected = F.scaled_dot_product_attention(Q, K, V, attn_mask=m)
+        torch.testing.assert_close(attention(Q, K, V, m)[0], expected)
+
+
+@check
+def attention_rows_sum_to_one():
+    """Each row of weights sums to 1, even one that may look nowhere."""
+    Q, K, V = torch.randn(3, 2, 4, 8)
+    nowhere = torch.zeros(4, 4, dtype=torch.bool)
+    output, weights = attention(Q, K, V, nowhere)
+    torch.testing.assert_close(weights.sum(-1), torch.ones(2, 4))
+    assert output.isfinite().all()
+
+
+# %% [markdown]
+# **Why divide by √d_k?** The paper argues: if the components of q and k
+# are independent with mean 0 and variance 1, then q·k, a sum of d_k
+# products, has mean 0 and variance d_k. Large scores push the softmax to
+# where one weight is nearly 1 and the gradient nearly 0. It is easily
+# tried. For each d_k we draw random queries and 16 keys, and note the
+# variance of the products and the largest weight, undivided and divided.
+
+
+# %%
+def largest_weight(scores):
+    """The mean over queries of the largest attention weight."""
+    return scores.softmax(dim=-1).max(dim=-1).values.mean().item()
+
+
+@example
+def why_divide_by_the_root():
+    widths = [4, 8, 16, 32, 64, 128, 256, 512, 1024]
+    raw, scaled = [], []
+    for d_k in widths:
+        q, k = torch.randn(2000, 1, d_k), torch.randn(2000, 16, d_k)
+        products = (q * k).sum(-1)  # (2000, 16)
+        raw.append(largest_weight(products))
+        scaled.append(largest_weight(products / math.sqrt(d_k)))
+        print(f"d_k {d_k:5}   variance of q·k {products.var():7.1f}")
+    undivided, divided = (widths, raw), (widths, scaled)
+    return lines(
+        {"softmax(q·k)": undivided, "softmax(q·k / √d_k)": divided},
+        "d_k (log scale)",
+        "largest of 16 weights",
+        "Without the division, attention becomes a hard choice",
+        "Line chart: the largest of 16 attention weights against d_k. "
+        "Undivided it climbs towards 1, divided it stays near 0.25.",
+        log=("x",),
+    )
+
+
+# %% [markdown]
+# **What to notice.** The variance is d_k, as claimed. Undivided, random
+# keys already get a nearly hard choice at d_k = 512; divided, the weights
+# are as soft at 1,024 as at 4, and learning can begin anywhere.
+#
+# #### 3.2.2 Multi-head attention
+#
+# One softmax gives one mean. If a verb should look at its subject *and*
+# at its object, one mean has to blur the two. So the paper runs h
+# attentions side by side, each on its own projection of width d_k = D/h:
+#
+# $$\mathrm{head}_i = \mathrm{Attention}(QW_i^Q, KW_i^K, VW_i^V), \qquad
+# \mathrm{MultiHead} = [\mathrm{head}_1; \dots; \mathrm{head}_h]\,W^O$$
+#
+# As each head is h times narrower, all heads together cost about what one
+# wide head costs. In code the h matrices of a kind stand side by side in
+# one D × D matrix. What belongs to which head is a matter of reshaping:
+# a row of D = 6 numbers with h = 2 heads is cut into 2 pieces of K = 3,
+# and the head's axis moves to the front, where the mask broadcasts over
+# it:
+#
+# `(B, T, D)` → cut → `(B, T, H, K)` → swap → `(B, H, T, K)`
+
+
+# %%
+@example
+def splitting_heads():
+    row = torch.arange(12).view(1, 2, 6)  # (B, T, D), D = 6
+    heads = row.unflatten(-1, (2, 3)).transpose(1, 2)  # (B, H, T, K)
+    print("two positions of width 6:\n", row[0])
+    print("head 0 of both positions:\n", heads[0, 0])
+    print("head 1 of both positions:\n", heads[0, 1])
+
+
+# %% [markdown]
+# The paper's projections are plain matrices, so these have no bias. The
+# weights of the last call are kept for the charts, but only in evaluation
+# mode, and as they were before dropout.
+#
+# *Differs from the paper*: `attention_dropout` drops attention weights.
+# The paper does not mention it (its published code had it), so it is 0.
+
+
+# %%
+class MultiHeadAttention(nn.Module):
+    """h attentions side by side (Section 3.2.2)."""
+
+    def __init__(self, config):
+        super().__init__()
+        d = config.d_model
+        self.h, self.d_k = config.h, config.d_k
+        self.W_Q, self.W_K, self.W_V, self.W_O = (
+            nn.Linear(d, d, bias=False) for _ in range(4)
+        )
+        self.drop = nn.Dropout(config.attention_dropout)
+        self.weights = None  # (B, H, T, S) of the last call in eval mode
+
+    def split(self, x):
+        """(B, T, D) -> (B, H, T, K)"""
+        return x.unflatten(-1, (self.h, self.d_k)).transpose(1, 2)
+
+    def forward(self, query, key, value, mask=None):
+        """query (B, T, D), key and value (B, S, D) -> (B, T, D)"""
+        Q = self.split(self.W_Q(query))  # (B, H, T, K)
+        K = self.split(self.W_K(key))  # (B, H, S, K)
+        V = self.split(self.W_V(value))  # (B, H, S, K)
+        drop = self.drop if self.training and self.drop.p else None
+        heads, weights = attention(Q, K, V, mask, drop)  # (B, H, T, K)
+        self.weights = None if self.training else weights.detach()
+        return self.W_O(heads.transpose(1, 2).flatten(-2))  # (B, T, D)
+
+
+# %% [markdown]
+# The same weights in torch's module must give the same result. Torch keeps
+# Q, K and V in one matrix, one below the other, and reads boolean masks
+# the other way round: there, True means "may *not* attend".
+
+
+# %%
+@check
+def multi_head_attention_equals_torch():
+    """Multi-head attention equals nn.MultiheadAttention."""
+    ours = MultiHeadAttention(Config(d_model=16, h=4)).eval()
+    theirs = nn.MultiheadAttention(16, 4, bias=False, batch_first=True)
+    with torch.no_grad():
+        stacked = [w.weight for w in (ours.W_Q, ours.W_K, ours.W_V)]
+        theirs.in_proj_weight.copy_(torch.cat(stacked))
+        theirs.out_proj.weight.copy_(ours.W_O.weight)
+    x, memory = torch.randn(2, 5, 16), torch.randn(2, 7, 16)
+    real = torch.arange(7) < torch.tensor([[7], [4]])  # (B, S)
+    output = ours(x, memory, memory, real[:, None, None, :])
+    expected, weights = theirs(
+        x, memory, memory, key_padding_mask=~real, average_attn_weights=False
+    )
+    torch.testing.assert_close(output, expected)
+    torch.testing.assert_close(ours.weights, weights)
+
+
+# %% [markdown]
+# **It is one sum over all pairs.** Attention without positions knows no
+# order: exchange two rows of the input, and the same two rows of the
+# output are exchanged. This is called permutation equivariance, and it
+# is why Section 3.5 must add positions.
+
+
+# %%
+@check
+def attention_ignores_order():
+    """Self-attention of a shuffled input is the shuffled output."""
+    layer = MultiHeadAttention(Config(d_model=16, h=4)).eval()
+    x, order = torch.randn(1, 6, 16), torch.randperm(6)
+    shuffled = x[:, order]
+    torch.testing.assert_close(
+        layer(shuffled, shuffled, shuffled), layer(x, x, x)[:, order]
+    )
+
+
+# %% [markdown]
+# #### 3.2.3 Three uses, two masks
+#
+# | where | queries from | keys and values from | mask |
+# |---|---|---|---|
+# | encoder self-attention | source | source | source padding |
+# | decoder self-attention | target | target | padding and future |
+# | cross-attention | target | memory | **source** padding |
+#
+# Two reasons can forbid a look. *Padding* is not text: nobody may look at
+# it, so its **columns** are masked. Its rows need no mask: what a padded
+# position computes is never looked at and never enters the loss. The
+# *future* does not exist yet when the model writes: position t may look
+# at 1 … t only. In training, all positions of the target are computed at
+# once, and this mask alone makes each of them blind to what it must
+# predict. When the model writes for real the mask stays, so that each
+# position sees what it saw in training.
+
+
+# %%
+def padding_mask(tokens):
+    """(B, S) token ids -> (B, 1, 1, S), True where a token is real."""
+    return (tokens != PAD)[:, None, None, :]
+
+
+def causal_mask(length, device=None):
+    """(T, T), True where the column is not later than the row."""
+    full = torch.ones(length, length, dtype=torch.bool, device=device)
+    return full.tril()
+
+
+def target_mask(tokens):
+    """(B, T) token ids -> (B, 1, T, T): real, and not in the future."""
+    return padding_mask(tokens) & causal_mask(tokens.size(1), tokens.device)
+
+
+# %% [markdown]
+# The second dimension, of size 1, stands for the heads: one mask serves
+# them all. Here are the masks of the padded batch from above. (What the
+# decoder reads begins with `<s>` and lacks the end symbol; Section 5.1
+# says why.)
+
+
+# %%
+@example
+def masks_of_a_padded_batch():
+    src = pad([digits("71920"), digits("44")])  # (B, S)
+    tgt = pad([[BOS, *digits("71920")[:-1]], [BOS, *digits("44")[:-1]]])
+    panels = {}
+    for i, who in enumerate(("71920", "44")):
+        keys, words = ([DIGITS[t] for t in row] for row in (src[i], tgt[i]))
+        source = padding_mask(src)[i, 0]  # (1, S)
+        square = target_mask(tgt)[i, 0]  # (T, T)
+        panels[f"source mask, {who}"] = (source, ["any query"], keys)
+        panels[f"target mask, {who}"] = (square, words, words)
+    return heatmaps(
+        panels,
+        "key",
+        "query",
+        "Who may look at whom (bright: may attend)",
+        "Heat maps of the masks for two sentences, one padded. Padding "
+        "columns are dark; the target masks are lower triangles.",
+        legend="may attend",
+        columns=2,
+    )
+
+
+# %% [markdown]
+# **What to notice.** In the lower row the columns of `<pad>` are dark
+# for every query. In the squares, everything above the diagonal is dark
+# as well. The rows of `<pad>` are harmless, and never wholly dark.
+#
+# ### 3.3 Position-wise feed-forward networks
+#
+# Attention mixes positions; this part does not. The same two-layer
+# network is applied to each position separately (Equation 2):
+#
+# $$\mathrm{FFN}(x) = \mathrm{ReLU}(xW_1 + b_1)\,W_2 + b_2,
+# \qquad \mathrm{ReLU}(z) = \max(0, z)$$
+#
+# The hidden layer is four times as wide as the model: F = 2,048 for
+# D = 512. Here sit two thirds of a layer's weights in the encoder:
+# 2·512·2,048 = 2.10 million, against 4·512² = 1.05 million in attention.
+
+
+# %%
+class FeedForward(nn.Module):
+    """Two linear maps with a ReLU between (Section 3.3, Equation 2)."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.W_1 = nn.Linear(config.d_model, config.d_ff)
+        self.W_2 = nn.Linear(config.d_ff, config.d_model)
+
+    def forward(self, x):
+        """(B, T, D) -> (B, T, D)"""
+        return self.W_2(self.W_1(x).relu())  # (B, T, F) between
+
+
+# %% [markdown]
+# The paper remarks that this equals two convolutions of width 1. That can
+# be checked:
+
+
+# %%
+@check
+def feed_forward_is_two_convolutions():
+    """The feed-forward network equals two convolutions of width 1."""
+    ours = FeedForward(Config(d_model=8, d_ff=32, h=2))
+    x = torch.randn(2, 5, 8)
+    channels = x.transpose(1, 2)  # (B, D, T), as convolutions want it
+    hidden = F.conv1d(channels, ours.W_1.weight[..., None], ours.W_1.bias)
+    output = F.conv1d(hidden.relu(), ours.W_2.weight[..., None], ours.W_2.bias)
+    torch.testing.assert_close(ours(x), output.transpose(1, 2))
+
+
+# %% [markdown]
+# ### 3.4 Embeddings and softmax
+#
+# A token is a row of a matrix. The same matrix, transposed, turns the
+# decoder's vector into one score a word: the *logit* of a word is the dot
+# product of the vector with that word's row. Where source and target
+# share a vocabulary, the paper uses **one** matrix for all three: source
+# embedding, target embedding and output. Not three that start equal, but
+# one object, so that it is trained from three sides.
+#
+# In the embedding, the row is multiplied by √D. The reason is scale. As
+# an output matrix, the rows want a length near 1, so that logits start
+# near variance 1. So we draw components with variance 1/D. As an input,
+# such a row would have components of about 0.04 (for D = 512) and drown
+# beside the positional encoding, whose components lie between −1 and 1.
+# Times √D they have variance 1. Dividing would make it 512 times worse.
+
+
+# %%
+class Embedding(nn.Module):
+    """Token vectors, and the way back to scores (Section 3.4)."""
+
+    def __init__(self, vocab, d_model):
+        super().__init__()
+        self.scale = math.sqrt(d_model)
+        self.weight = nn.Parameter(torch.randn(vocab, d_model) / self.scale)
+
+    def forward(self, tokens):
+        """(B, T) -> (B, T, D)"""
+        return F.embedding(tokens, self.weight) * self.scale
+
+    def logits(self, states):
+        """(..., D) -> (..., V), the scores before the softmax"""
+        return states @ self.weight.T
+
+
+# %% [markdown]
+# A number to remember: with 37,000 words and D = 512 this matrix has 18.9
+# million weights. Sharing it three ways saves twice that.
+
+
+# %%
+@example
+def scale_of_embeddings():
+    table = Embedding(1000, 512)
+    rows = table(torch.arange(1000)[None])  # (1, V, D)
+    print(f"stored  {table.weight.std():.3f}   as input  {rows.std():.3f}")
+    vector = F.layer_norm(torch.randn(1000, 512), (512,))
+    print(f"logits  {table.logits(vector).std():.3f}")
+
+
+# %% [markdown]
+# ### 3.5 Positional encoding
+#
+# Attention knows no order (we checked), so order has to come in with the
+# data. The paper adds to the embedding at position *pos* a fixed vector of
+# sines and cosines, two dimensions to a wavelength:
+#
+# $$PE_{pos,2i} = \sin\frac{pos}{10000^{2i/D}}, \qquad
+#   PE_{pos,2i+1} = \cos\frac{pos}{10000^{2i/D}}$$
+#
+# Think of the hands of many clocks. The first goes round once in 2π ≈ 6.3
+# words and tells neighbours apart. The last takes about 10,000·2π words,
+# so no sentence is long enough to see the same time twice. By hand, with
+# D = 4: position 1 is (sin 1, cos 1, sin 0.01, cos 0.01) = (0.841, 0.540,
+# 0.010, 1.000).
+#
+# *Added*, not concatenated: that keeps the width at D, and since a linear
+# map follows anyway, the model can set dimensions aside for the position
+# if it wants to.
+
+
+# %%
+def positional_encoding(length, d_model):
+    """The table of Section 3.5: (length, D), float32.
+
+    Angles are computed in double precision, lest the fast clocks of far
+    positions lose their digits.
+    """
+    position = torch.arange(length, dtype=torch.double)[:, None]  # (T, 1)
+    pairs = torch.arange(0, d_model, 2, dtype=torch.double)  # 0, 2, 4 … (D/2)
+    angle = position / 10_000 ** (pairs / d_model)  # (T, D/2)
+    waves = torch.stack([angle.sin(), angle.cos()], dim=-1)  # (T, D/2, 2)
+    return waves.flatten(-2).float()  # (T, D)
+
+
+@example
+def encoding_by_hand():
+    print(positional_encoding(3, 4).numpy().round(3))
+
+
+# %% [markdown]
+# The module computes the table once and grows it when a longer sentence
+# comes, so there is no longest sentence. It belongs to no checkpoint.
+
+
+# %%
+class PositionalEncoding(nn.Module):
+    """Adds the position to the embedding, then dropout (Section 5.4)."""
+
+    def __init__(self, config, length=256):
+        super().__init__()
+        self.drop = nn.Dropout(config.dropout)
+        table = positional_encoding(length, config.d_model)
+        self.register_buffer("table", table, persistent=False)
+
+    def forward(self, x):
+        """(B, T, D) -> (B, T, D)"""
+        if x.size(1) > len(self.table):
+            longer = positional_encoding(2 * x.size(1), x.size(2))
+            self.table = longer.to(self.table)
+        return self.drop(x + self.table[: x.size(1)])
+
+
+# %% [markdown]
+# Two pictures of it: four of the waves, and the whole table.
+
+
+# %%
+@example
+def positional_waves():
+    encoding = positional_encoding(100, 20)
+    places = list(range(100))
+    return lines(
+        {
+            f"dimension {d}": (places, encoding[:, d].tolist())
+            for d in (4, 5, 8, 12)
+        },
+        "position",
+        "value",
+        "Each pair of dimensions is a clock of its own speed",
+        "Line chart of four dimensions of the positional encoding: sine "
+        "waves over the position, slower for higher dimensions.",
+    )
+
+
+@example
+def positional_heat_map():
+    return heatmaps(
+        {"": (positional_encoding(40, 64).T, range(64), range(40))},
+        "position",
+        "dimension",
+        "The positional encoding of 40 positions, D = 64",
+        "Heat map: fast stripes in the low dimensions, slow changes in "
+        "the high ones.",
+        domain=(-1, 1),
+        scheme="blueorange",
+        legend="value",
+        cell=11,
+    )
+
+
+# %% [markdown]
+# **What to notice.** Dimensions 4 and 5 are the same wave, a quarter turn
+# apart. Going down the heat map, the waves slow until they hardly move.
+#
+# **The claim about shifts.** The paper chose this form because, for a
+# fixed offset k, the encoding of pos + k is a *linear* function of the
+# encoding of pos. So a head can learn "three words back" as one matrix.
+# The matrix turns each clock by a fixed angle, and does not depend on pos:
+
+
+# %%
+def shift_matrix(k, d_model):
+    """R with PE[pos + k] = R @ PE[pos] for every pos: (D, D)."""
+    pairs = torch.arange(0, d_model, 2, dtype=torch.double)
+    turns = []
+    for angle in k / 10_000 ** (pairs / d_model):  # one for each clock
+        s, c = angle.sin(), angle.cos()
+        turns.append(torch.tensor([[c, s], [-s, c]]))
+    return torch.block_diag(*turns).float()
+
+
+@check
+def shifting_is_linear():
+    """One matrix shifts every position by k, for any k."""
+    encoding = positional_encoding(200, 64)
+    for k in (1, 3, 50):
+        shifted = encoding[:-k] @ shift_matrix(k, 64).T
+        torch.testing.assert_close(shifted, encoding[k:], atol=1e-4, rtol=0)
+
+
+# %% [markdown]
+# ## The full model
+#
+# All parts are there. The encoder turns source tokens into the memory, the
+# decoder turns the memory and the target so far into states, and the
+# target embedding, used backwards, turns states into logits.
+#
+# Weight matrices start from Glorot's uniform distribution. *Fills a gap in
+# the paper*, which does not say how they start; its published code did so.
+
+
+# %%
+class Transformer(nn.Module):
+    """The encoder-decoder of Figure 1, from token ids to logits."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.src_embedding = Embedding(config.src_vocab, config.d_model)
+        self.tgt_embedding = (
+            self.src_embedding  # one object, not a copy
+            if config.shared
+            else Embedding(config.tgt_vocab, config.d_model)
+        )
+        self.position = PositionalEncoding(config)
+        self.encoder = Stack(EncoderLayer, config)
+        self.decoder = Stack(DecoderLayer, config)
+        for weight in [*self.encoder.parameters(), *self.decoder.parameters()]:
+            if weight.dim() > 1:
+                nn.init.xavier_uniform_(weight)
+
+    def encode(self, src):
+        """(B, S) tokens -> the memory (B, S, D) and its mask"""
+        mask = padding_mask(src)
+        x = self.position(self.src_embedding(src))  # (B, S, D)
+        return self.encoder(x, mask), mask
+
+    def decode(self, tgt, memory, src_mask):
+        """(B, T) tokens and what `encode` gave -> states (B, T, D)"""
+        y = self.position(self.tgt_embedding(tgt))  # (B, T, D)
+        return self.decoder(y, memory, src_mask, target_mask(tgt))
+
+    def states(self, src, tgt):
+        """(B, S) and (B, T) tokens -> the decoder's states (B, T, D)"""
+        return self.decode(tgt, *self.encode(src))
+
+    def forward(self, src, tgt):
+        """(B, S) and (B, T) tokens -> logits (B, T, V)"""
+        return self.tgt_embedding.logits(self.states(src, tgt))
+
+
+# %% [markdown]
+# Three sizes have names. `base` and `big` are rows of the paper's Table 3.
+# `tiny` is for a laptop; with four layers of width 128 it is strong on
+# small corpora (Wu et al., 2021, call it Transformer-Tiny).
+
+# %%
+PRESETS = {
+    "tiny": dict(N=4, d_model=128, d_ff=256, h=4, dropout=0.3),
+    "base": dict(N=6, d_model=512, d_ff=2048, h=8, dropout=0.1),
+    "big": dict(N=6, d_model=1024, d_ff=4096, h=16, dropout=0.3),
+}
+
+
+def parameter_count(model):
+    """The number of trained weights; a shared matrix counts once."""
+    return sum(weight.numel() for weight in model.parameters())
+
+
+# %% [markdown]
+# How large are they? By hand, for base with 37,000 words: an attention has
+# 4·512² = 1.05 million weights, a feed-forward network 2.10 million. Six
+# encoder layers have one of each, six decoder layers two attentions and
+# one network: 18.9 + 25.2 = 44.1 million. With the embedding's 18.9
+# million, and few biases and norms, that is 63.0 million.
+
+
+# %%
+@example
+def how_large_the_models_are():
+    for name, sizes in PRESETS.items():
+        with torch.device("meta"):  # shapes without memory
+            model = Transformer(Config(**sizes))
+        print(f"{name:5} {parameter_count(model) / 1e6:6.1f} million weights")
+
+
+@check
+def parameter_count_is_the_formula():
+    """The count is V·D + N(12·D² + 4·D·F) plus biases and norms."""
+    for sizes in PRESETS.values():
+        c = Config(**sizes)
+        D, F_, N = c.d_model, c.d_ff, c.N
+        matrices = c.src_vocab * D + N * (12 * D * D + 4 * D * F_)
+        biases_and_norms = N * (2 * (F_ + D) + 5 * 2 * D)
+        with torch.device("meta"):
+            count = parameter_count(Transformer(c))
+        assert count == matrices + biases_and_norms
+
+
+# %% [markdown]
+# The paper prints 65 and 213 million. The rest is its vocabulary, which it
+# gives as "about 37,000": base reaches 65 million with some 40,800 words.
+#
+# **What does an untrained model say?** Nothing sensible, of course, but
+# it should be *undecided*. If it gave all V words the same chance, its
+# loss would be ln V. Ours, with V = 14, should start near ln 14 = 2.64.
+
+
+# %%
+def tiny_model(**changes):
+    """A small model of digits for examples and checks, no dropout."""
+    sizes = dict(N=2, d_model=32, d_ff=64, h=4, dropout=0.0)
+    return Transformer(Config(len(DIGITS), len(DIGITS), **sizes | changes))
+
+
+@example
+def an_untrained_model():
+    model = tiny_model().eval()
+    src = pad([digits("71920")])  # (1, S)
+    tgt = torch.tensor([[BOS]])
+    for _ in range(6):  # append the likeliest word, over and over
+        best = model(src, tgt)[:, -1].argmax(-1, keepdim=True)
+        tgt = torch.cat([tgt, best], dim=1)
+    print("source", *(DIGITS[t] for t in src[0]))
+    print("output", *(DIGITS[t] for t in tgt[0, 1:]))
+    random_words = torch.randint(4, 14, (2, 500, 6))
+    logits = model(*random_words)  # (B, T, V)
+    labels = torch.randint(4, 14, (500, 6))
+    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    print(f"loss {loss:.2f}, ln 14 = {math.log(14):.2f}")
+
+
+# %% [markdown]
+# The loss is a little above ln 14: the guesses are not quite even, and an
+# uneven guess costs more than it gains as long as it is blind. And why
+# does it repeat `<s>`? The residual connections carry the embedding of
+# the last word read through to the output, where the same matrix
+# recognizes it. An untrained Transformer is a parrot with a stutter.
+#
+# ### The same as torch's own Transformer
+#
+# The strongest check there is: copy our weights into
+# `torch.nn.Transformer`, written by others, and compare outputs and
+# gradients, in both norm orders. Two things must be told to torch's
+# module. It adds a final norm even when post-norm, which the paper does
+# not have. And its attention has biases; they start at zero and stay.
+
+
+# %%
+def torch_twin(model):
+    """An nn.Transformer with the weights of `model`'s two stacks."""
+    c = model.config
+    sizes = (c.d_model, c.h, c.N, c.N, c.d_ff, 0.0)
+    order = dict(batch_first=True, norm_first=c.norm_first)
+    twin = nn.Transformer(*sizes, **order, dtype=torch.double)
+    ours, theirs = [], []
+    for stack, other in ((model.encoder, twin.encoder),
+                         (model.decoder, twin.decoder)):  # fmt: skip
+        other.norm = stack.norm if c.norm_first else None
+        ours += stack.layers
+        theirs += other.layers
+    for layer, other in zip(ours, theirs):
+        copy_attention(layer.self_attention, other.self_attn)
+        if isinstance(layer, DecoderLayer):
+            copy_attention(layer.cross_attention, other.multihead_attn)
+        other.linear1 = layer.feed_forward.W_1
+        other.linear2 = layer.feed_forward.W_2
+        for number, residual in enumerate(layer.residuals, 1):
+            setattr(other, f"norm{number}", residual.norm)
+    return twin
+
+
+def copy_attention(ours, theirs):
+    """Copy our projections into an nn.MultiheadAttention."""
+    with torch.no_grad():
+        parts = [w.weight for w in (ours.W_Q, ours.W_K, ours.W_V)]
+        theirs.in_proj_weight.copy_(torch.cat(parts))
+        theirs.out_proj.weight.copy_(ours.W_O.weight)
+
+
+# %% [markdown]
+# The check runs on a padded batch, in double precision, with all weights
+# drawn at random (norms and biases too, which start at 1 and 0). It
+# compares the states of the real positions and the gradients of all
+# inputs and of the attention weights.
+
+
+# %%
+@check
+def model_equals_torch():
+    """The whole model equals nn.Transformer, in values and gradients."""
+    src = pad([digits("71920"), digits("44")])
+    tgt = pad([[BOS, 11, 5, 13, 6], [BOS, 8, 8]])
+    for norm_first in (False, True):
+        model = tiny_model(norm_first=norm_first).double()
+        for weight in model.parameters():
+            nn.init.normal_(weight, 0.3, 0.3)
+        twin = torch_twin(model)
+        x, y = torch.randn(2, 2, 6, 32, dtype=torch.double)
+        x, y = x.requires_grad_(), y[:, :5].clone().requires_grad_()
+        memory = model.encoder(x, padding_mask(src))
+        ours = model.decoder(y, memory, padding_mask(src), target_mask(tgt))
+        hidden = src == PAD  # torch's polarity: True may not attend
+        theirs = twin(
+            x, y, tgt_mask=~causal_mask(5), src_key_padding_mask=hidden,
+            memory_key_padding_mask=hidden, tgt_key_padding_mask=tgt == PAD,
+        )  # fmt: skip
+        real = tgt != PAD
+        torch.testing.assert_close(ours[real], theirs[real])
+        goal = torch.randn_like(ours[real])
+        wanted = [x, y, model.encoder.layers[0].self_attention.W_O.weight]
+        mirror = [x, y, twin.encoder.layers[0].self_attn.out_proj.weight]
+        torch.testing.assert_close(
+            torch.autograd.grad((ours[real] * goal).sum(), wanted),
+            torch.autograd.grad((theirs[real] * goal).sum(), mirror),
+        )
+
+
+# %% [markdown]
+# ### Three properties to hold on to
+#
+# A mask that is wrong rarely crashes. The loss falls all the same, often
+# faster, because the model has found a way to cheat. So we test what a
+# right mask *means*. First: changing a word of the future changes
+# nothing earlier.
+
+
+# %%
+@check
+def the_future_is_hidden():
+    """Changing a later target word changes no earlier output."""
+    model = tiny_model().eval()
+    src, tgt = torch.randint(4, 14, (2, 3, 8))
+    before = model(src, tgt)  # (B, T, V)
+    for t in range(8):
+        changed = tgt.clone()
+        changed[:, t] = (tgt[:, t] - 3) % 10 + 4  # another digit
+        after = model(src, changed)
+        torch.testing.assert_close(after[:, :t], before[:, :t])
+        assert not after[:, t].allclose(before[:, t])
+
+
+# %% [markdown]
+# Second: padding changes nothing. A sentence gives the same result alone
+# and in a batch with longer ones. Third: without positions, the encoder
+# cannot tell one order of words from another.
+
+
+# %%
+@check
+def padding_changes_nothing():
+    """More padding changes no real position of encoder or decoder."""
+    model = tiny_model().eval()
+    src, tgt = torch.randint(4, 14, (2, 3, 6))
+    wide_src, wide_tgt = F.pad(src, (0, 5)), F.pad(tgt, (0, 4))  # PAD is 0
+    narrow, wide = model.encode(src)[0], model.encode(wide_src)[0]
+    torch.testing.assert_close(wide[:, :6], narrow)
+    torch.testing.assert_close(
+        model(wide_src, wide_tgt)[:, :6], model(src, tgt)
+    )
+
+
+@check
+def without_positions_order_is_lost():
+    """Without positions the encoder is permutation-equivariant."""
+    model = tiny_model().eval()
+    src, order = torch.randint(4, 14, (1, 7)), torch.randperm(7)
+    with_positions = model.encode(src)[0]
+    assert not model.encode(src[:, order])[0].allclose(
+        with_positions[:, order], atol=1e-3
+    )
+    model.position.table.zero_()
+    torch.testing.assert_close(
+        model.encode(src[:, order])[0], model.encode(src)[0][:, order]
+    )
+
+
+# %% [markdown]
+# ### Post-norm against pre-norm, measured
+#
+# Why does it matter where the norm goes? Look at the gradient of an
+# untrained model, one value for each layer of the decoder. Xiong et al.
+# (2020) found that post-norm gives the layers near the output much larger
+# gradients than the others, and that warm-up (Section 5.3) is the remedy.
+
+
+# %%
+def gradient_by_layer(norm_first, N=12):
+    """The norm of each decoder layer's W_1 gradient at the start."""
+    sizes = dict(N=N, d_model=64, d_ff=128, h=4, norm_first=norm_first)
+    model = tiny_model(**sizes)
+    src, tgt = torch.randint(4, 14, (2, 32, 10))
+    logits = model(src, tgt)
+    labels = torch.randint(4, 14, (32, 10))
+    F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
+    layers = model.decoder.layers
+    return [layer.feed_forward.W_1.weight.grad.norm() for layer in layers]
+
+
+@example
+def gradients_of_both_orders():
+    layers = list(range(1, 13))
+    post, pre = gradient_by_layer(False), gradient_by_layer(True)
+    return lines(
+        {"post-norm": (layers, post), "pre-norm": (layers, pre)},
+        "decoder layer (12 is next to the output)",
+        "gradient norm of W_1",
+        "At the start, post-norm favours the last layers",
+        "Line chart: with post-norm the gradient grows towards the last of "
+        "12 layers; with pre-norm it stays about level.",
+    )
+
+
+# %% [markdown]
+# ## 5 Training
+#
+# ### 5.1 Batches
+#
+# A pair of sentences becomes three things. The encoder reads the **source**.
+# The decoder reads the target **shifted right**: it begins with `<s>` and
+# lacks the last word. Its **labels** are the target itself, ending with
+# `</s>`. So at each place the decoder has read what came before and is
+# asked what comes next. All T questions are asked at once; the causal mask
+# keeps the answers hidden. This is called *teacher forcing*.
+#
+# Both are cut from one row: `tgt[:, :-1]` is read, `tgt[:, 1:]` is the
+# label. In a shorter sentence the last entry is padding, not `</s>`, and
+# so `</s>` stays among the words read; but there the label is padding,
+# which the loss ignores.
+
+
+# %%
+class Batch(NamedTuple):
+    """Padded pairs: src (B, S), tgt (B, T + 1) from BOS to EOS."""
+
+    src: torch.Tensor
+    tgt: torch.Tensor
+
+    @property
+    def read(self):
+        return self.tgt[:, :-1]  # (B, T)
+
+    @property
+    def labels(self):
+        return self.tgt[:, 1:]  # (B, T)
+
+    def count(self):
+        """The number of real target tokens to predict."""
+        return int((self.labels != PAD).sum())
+
+    def to(self, device):
+        return Batch(self.src.to(device), self.tgt.to(device))
+
+
+@example
+def what_the_decoder_reads():
+    batch = Batch(pad([[4, EOS]]), pad([[BOS, 8, 8, EOS], [BOS, 5, EOS]]))
+    for name in ("read", "labels"):
+        for row in getattr(batch, name):
+            print(f"{name:7}", *(f"{DIGITS[t]:>6}" for t in row))
+
+
+# %% [markdown]
+# The paper fills each batch with about 25,000 source and 25,000 target
+# tokens, in pairs of about equal length. Why? Because padding costs as
+# much as text. Random batches are padded to the longest sentence in
+# them. So we sort by length first (in random order within a length), and
+# cut the row wherever the padded rectangle would exceed the budget.
+
+
+# %%
+def token_batches(widths, max_tokens, generator=None):
+    """Group sentences of like width into batches of a token budget.
+
+    `widths`: for each pair, the length of its longer side. Returns lists
+    of indices, in random order; rows x widest <= max_tokens in each,
+    unless a single sentence is longer than that.
+    """
+    shuffled = torch.randperm(len(widths), generator=generator).tolist()
+    groups, group = [], []
+    for i in sorted(shuffled, key=widths.__getitem__):
+        if group and widths[i] * (len(group) + 1) > max_tokens:
+            groups.append(group)
+            group = []
+        group.append(i)
+    groups.append(group)
+    order = torch.randperm(len(groups), generator=generator)
+    return [groups[i] for i in order]
+
+
+# %% [markdown]
+# How much does it save? We draw 10,000 lengths like those of photo
+# captions (13 words, give or take 4) and count real tokens among all.
+
+
+# %%
+def real_share(widths, groups):
+    """Real tokens over padded ones, for groups of sentence indices."""
+    padded = sum(len(g) * max(widths[i] for i in g) for g in groups)
+    return sum(widths) / padded
+
+
+@example
+def padding_waste():
+    widths = torch.normal(13, 4, (10_000,)).clamp(3, 40).int().tolist()
+    rows = range(0, 10_000, 128)
+    at_random = [list(range(r, min(r + 128, 10_000))) for r in rows]
+    by_length = token_batches(widths, 4096)
+    for name, groups in (("random", at_random), ("by length", by_length)):
+        print(f"{name:10} {real_share(widths, groups):6.1%} real tokens")
+
+
+@check
+def batches_hold_each_pair_once():
+    """Each sentence is in one batch, and no batch exceeds its budget."""
+    widths = torch.randint(1, 50, (999,)).tolist()
+    groups = token_batches(widths, 200)
+    assert sorted(i for group in groups for i in group) == list(range(999))
+    assert all(len(g) * max(widths[i] for i in g) <= 200 for g in groups)
+
+
+# %% [markdown]
+# Training wants an endless stream of batches. The order of an epoch depends
+# on the seed and the epoch's number and on nothing else, so a run that was
+# stopped can go on with exactly the batch that would have come next.
+
+
+# %%
+def stream(pairs, max_tokens, seed=0, device="cpu", skip=0):
+    """Endless training batches from (source ids, target ids) pairs.
+
+    Source ids end with EOS; target ids run from BOS to EOS. `skip`
+    leaves out that many batches at the start, for a run that resumes.
+    """
+    widths = [max(len(src), len(tgt) - 1) for src, tgt in pairs]
+    tensors = [(torch.tensor(src), torch.tensor(tgt)) for src, tgt in pairs]
+    for epoch in itertools.count():
+        generator = torch.Generator().manual_seed(1_000_003 * seed + epoch)
+        for group in token_batches(widths, max_tokens, generator):
+            if skip:
+                skip -= 1
+                continue
+            src, tgt = zip(*(tensors[i] for i in group))
+            yield Batch(pad(src), pad(tgt)).to(device)
+
+
+# %% [markdown]
+# ### 5.2 Hardware and schedule
+#
+# The authors trained base for 100,000 updates in 12 hours, and big for
+# 300,000 in 3.5 days, on eight P100 GPUs. We take what there is: a CUDA
+# GPU, else Apple's, else the processor.
+
+
+# %%
+def pick_device(name="auto"):
+    """A torch.device: the best there is, or the one asked for."""
+    if name == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        mps = torch.backends.mps.is_available()
+        return torch.device("mps" if mps else "cpu")
+    try:
+        torch.zeros(1, device=name)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise InputError(f"no device {name!r} here: {error}") from None
+    return torch.device(name)
+
+
+def gpu_load():
+    """Load and memory use of each NVIDIA GPU in words; '' without one."""
+    try:
+        import GPUtil
+
+        gpus = GPUtil.getGPUs()
+    except Exception:  # no driver, no nvidia-smi, no distutils
+        return ""
+    return ", ".join(
+        f"GPU {g.id} {g.load:.0%}, {g.memoryUsed:.0f} MB" for g in gpus
+    )
+
+
+# %% [markdown]
+# ### 5.3 Optimizer
+#
+# Adam with β₁ = 0.9, β₂ = 0.98 and ε = 10⁻⁹, and a learning rate that
+# first rises and then falls (Equation 3):
+#
+# $$lrate = d_{model}^{-0.5} \cdot \min(n^{-0.5},\; n \cdot w^{-1.5})$$
+#
+# Here n is the number of the update, from 1 on, and w the number of
+# *warm-up* updates, 4,000 in the paper. By hand: base peaks at n = 4,000,
+# with 512^−0.5 · 4000^−0.5 = 0.0442 · 0.0158 = 0.0007.
+#
+# *Beyond the paper*: `factor` scales the whole curve, since small models
+# bear a higher peak.
+
+
+# %%
+def learning_rate(n, d_model=512, warmup=4000, factor=1.0):
+    """The rate of update n = 1, 2, … (Section 5.3, Equation 3)."""
+    return factor * d_model**-0.5 * min(n**-0.5, n * warmup**-1.5)
+
+
+def adam(model):
+    """The paper's Adam; `training` sets the rate before each update."""
+    weights = model.parameters()
+    return torch.optim.Adam(
+        weights, lr=0.0, betas=(0.9, 0.98), eps=1e-9, fused=True
+    )
+
+
+@example
+def learning_rate_curves():
+    n = list(range(50, 20_001, 50))
+    curves = {
+        f"d_model {d}, warm-up {w:,}": (n, [learning_rate(i, d, w) for i in n])
+        for d, w in ((512, 4000), (512, 8000), (1024, 4000))
+    }
+    return lines(
+        curves,
+        "update n",
+        "learning rate",
+        "Rise linearly, fall with the root",
+        "Line chart of three learning-rate curves: a linear rise to the "
+        "end of the warm-up, then a decay with the inverse square root.",
+    )
+
+
+# %% [markdown]
+# **What to notice.** A longer warm-up means a lower peak, for the two
+# branches meet at n = w. Afterwards all curves of one width coincide. For
+# batches much smaller than 25,000 tokens the warm-up should be a few
+# epochs of the corpus at most: the copy task below uses 100 updates.
+#
+# ### 5.4 Regularization
+#
+# **Dropout**, with rate 0.1 in base, falls in two places: on what a
+# sub-layer adds to the residual, and on the sum of embedding and position.
+# We have put it there already. In evaluation it must be off:
+
+
+# %%
+@check
+def evaluation_is_deterministic():
+    """In eval mode the same input gives the same output, bit for bit."""
+    model = tiny_model(dropout=0.5, attention_dropout=0.5)
+    src, tgt = torch.randint(4, 14, (2, 3, 6))
+    assert not model(src, tgt).equal(model(src, tgt))
+    model.eval()
+    assert model(src, tgt).equal(model(src, tgt))
+
+
+# %% [markdown]
+# **Label smoothing.** The label says: this word, with probability 1. To
+# get there, the logits would have to grow without end. With smoothing
+# ε = 0.1 the target is softer: 0.9 for the right word, and 0.1 spread
+# evenly over all V words of the vocabulary, so that each row still sums
+# to 1. Rows of padding are all zero: they ask for nothing.
+
+
+# %%
+def smoothed_targets(labels, vocab, smoothing=0.1):
+    """(R,) token ids -> the target distributions (R, V)."""
+    targets = torch.full((len(labels), vocab), smoothing / vocab)
+    rows = torch.arange(len(labels))
+    targets[rows, labels] += 1 - smoothing
+    return targets * (labels != PAD)[:, None]
+
+
+def smoothed_loss(logits, labels, smoothing=0.1):
+    """The summed cross-entropy against smoothed targets.
+
+    logits (R, V), labels (R,). The sum over rows, not yet divided by the
+    number of real tokens.
+    """
+    targets = smoothed_targets(labels, logits.size(-1), smoothing)
+    return -(targets * logits.log_softmax(dim=-1)).sum()
+
+
+# %% [markdown]
+# Why logarithms of probabilities, and what is the Kullback-Leibler
+# divergence that other tutorials use here? The cross-entropy is
+# −Σ p log q, the divergence is Σ p log p − Σ p log q. They differ by the
+# entropy of the targets p, which no weight of the model can change. So
+# their gradients are the same. We keep the cross-entropy, because without
+# smoothing it is the plain loss. A picture of five targets:
+
+
+# %%
+@example
+def picture_of_smoothed_targets():
+    labels = torch.tensor([5, 7, 4, EOS, PAD])
+    words = DIGITS[:8]
+    matrix = smoothed_targets(labels, len(words), smoothing=0.4)
+    return heatmaps(
+        {"": (matrix, [words[label] for label in labels], words)},
+        "probability wanted for",
+        "label",
+        "Smoothed targets, ε = 0.4 so that it shows, V = 8",
+        "Heat map: each label's row has 0.65 at its own word and 0.05 at "
+        "the others. The row of padding is zero.",
+        legend="target",
+        cell=34,
+    )
+
+
+# %% [markdown]
+# And what the loss makes of confidence. Let the model give the right word
+# the probability p and share the rest among the others:
+
+
+# %%
+@example
+def loss_against_confidence(vocab=100):
+    p = torch.linspace(0.5, 0.9999, 200, dtype=torch.double)
+    wrong = ((1 - p) / (vocab - 1))[:, None].expand(-1, vocab - 1)
+    logits = torch.cat([p[:, None], wrong], dim=1).log()  # right word first
+    curves = {}
+    for smoothing in (0.0, 0.1, 0.2):
+        targets = torch.full((vocab,), smoothing / vocab, dtype=torch.double)
+        targets[0] += 1 - smoothing
+        loss = -(targets * logits.log_softmax(-1)).sum(-1)
+        curves[f"smoothing {smoothing}"] = (p.tolist(), loss.tolist())
+    return lines(
+        curves,
+        "probability of the right word",
+        "loss",
+        "Smoothing punishes too much confidence",
+        "Line chart: without smoothing the loss falls to 0 at p = 1. With "
+        "it, the loss is least near p = 0.9 or 0.8 and rises after.",
+    )
+
+
+# %% [markdown]
+# **What to notice.** With ε = 0.1 the loss is least where p = 0.901, the
+# target itself, and is never 0. This is why a smoothed loss must not be
+# reported as perplexity. The paper says so: smoothing hurts perplexity,
+# but improves BLEU.
+
+
+# %%
+@check
+def smoothed_loss_equals_torch():
+    """Our smoothed loss is torch's; with smoothing 0 it is the plain one."""
+    logits, labels = torch.randn(50, 14), torch.randint(0, 14, (50,))
+    for smoothing in (0.0, 0.1, 0.3):
+        torch.testing.assert_close(
+            smoothed_loss(logits, labels, smoothing),
+            F.cross_entropy(
+                logits,
+                labels,
+                ignore_index=PAD,
+                label_smoothing=smoothing,
+                reduction="sum",
+            ),  # fmt: skip
+        )
+    sums = smoothed_targets(labels, 14).sum(-1)
+    torch.testing.assert_close(sums, (labels != PAD).float())
+
+
+@check
+def divergence_has_the_same_gradient():
+    """Cross-entropy and KL divergence have the same gradient."""
+    logits = torch.randn(20, 14, requires_grad=True)
+    labels = torch.randint(1, 14, (20,))
+    targets = smoothed_targets(labels, 14)
+    divergence = F.kl_div(logits.log_softmax(-1), targets, reduction="sum")
+    torch.testing.assert_close(
+        torch.autograd.grad(divergence, logits),
+        torch.autograd.grad(smoothed_loss(logits, labels), logits),
+    )
+
+
+# %% [markdown]
+# ## The training loop
+#
+# The settings of a run stand in one place, the paper's by default:
+
+
+# %%
+@dataclass(frozen=True)
+class Recipe:
+    """How to train (Section 5)."""
+
+    steps: int = 100_000  # updates
+    warmup: int = 4000  # updates
+    factor: float = 1.0  # on the learning rate
+    smoothing: float = 0.1
+    batch_tokens: int = 25_000  # padded target positions in an update
+    max_tokens: int = 4096  # of them at once; the rest is accumulated
+    clip: float | None = None  # largest gradient norm; the paper has none
+    seed: int = 0
+
+    @property
+    def accumulate(self):
+        return max(1, round(self.batch_tokens / self.max_tokens))
+
+    def __post_init__(self):
+        for name in ("steps", "warmup", "batch_tokens", "max_tokens"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} must be at least 1")
+        if not 0 <= self.smoothing < 1:
+            raise InputError("smoothing must be in [0, 1)")
+
+
+# %% [markdown]
+# **Loss per real token.** The loss of an update is the sum over its real
+# target tokens divided by their number. If 25,000 tokens do not fit into
+# memory at once, several smaller batches are run first and their
+# gradients added up, one update for all. For this *accumulation* to give
+# the gradient of the large batch, each part must be divided by the number
+# of tokens in *all* parts. Dividing each by its own number, or not at
+# all, are both common, and wrong.
+#
+# **The loss, a slice at a time.** For 4,096 positions and 10,000 words the
+# logits are 164 megabytes, and the softmax and its gradient walk over
+# them several times. On a processor this takes half of the whole update,
+# most of it waiting for memory. But each row of logits needs only its own
+# state. So we cut the states into slices, and for each slice compute
+# logits, loss and gradient while they still lie in the cache. The slices'
+# gradients together are the gradient at the states, from which
+# `backward` goes on. Padding is left out from the start.
+
+
+# %%
+def backward(model, batch, tokens, smoothing, rows=512):
+    """Add the gradient of (summed loss / tokens); return the summed loss.
+
+    `tokens`: real target tokens in the whole update. `rows`: positions
+    in a slice of the loss.
+    """
+    real = batch.labels != PAD  # (B, T)
+    labels = batch.labels[real]  # (R,), R real tokens
+    states = model.states(batch.src, batch.read)[real]  # (R, D)
+    leaf = states.detach().requires_grad_()
+    total = torch.zeros((), device=states.device)
+    for x, y in zip(leaf.split(rows), labels.split(rows)):
+        logits = model.tgt_embedding.logits(x)  # (rows, V)
+        loss = F.cross_entropy(
+            logits, y, label_smoothing=smoothing, reduction="sum"
+        )
+        (loss / tokens).backward()
+        total += loss.detach()
+    states.backward(leaf.grad)
+    return total
+
+
+# %% [markdown]
+# Slices, padding and accumulation must not be visible in the result. One
+# check covers all three: the gradient of a large batch computed in the
+# plain way, against parts with different amounts of padding, in slices of
+# 5 rows.
+
+
+# %%
+@check
+def accumulated_gradient_is_the_large_one():
+    """Parts of any padding give the gradient of the whole batch."""
+    model = tiny_model().double()
+    lengths = [9, 3, 2, 7, 5, 1]
+    rows = [torch.randint(4, 14, (n,)).tolist() for n in lengths]
+    pairs = [([*row, EOS], [BOS, *row, EOS]) for row in rows]
+    src, tgt = zip(*pairs)
+    whole = Batch(pad(src), pad(tgt))
+    logits = model(whole.src, whole.read)  # (B, T, V)
+    plain = F.cross_entropy(
+        logits.flatten(0, 1), whole.labels.flatten(),
+        ignore_index=PAD, label_smoothing=0.1,
+    )  # fmt: skip
+    expected = torch.autograd.grad(plain, list(model.parameters()))
+    for part in (slice(0, 1), slice(1, 3), slice(3, 6)):
+        small = Batch(pad(src[part]), pad(tgt[part]))
+        backward(model, small, whole.count(), 0.1, rows=5)
+    gradients = [weight.grad for weight in model.parameters()]
+    torch.testing.assert_close(gradients, list(expected))
+
+
+# %% [markdown]
+# The loop itself. It is a generator: after each update it yields what
+# happened, and whoever runs it decides what to do with that: draw a
+# progress bar, print a sample, save. It sets the model to training mode
+# before each update, since the caller may have left it in another.
+
+
+# %%
+class Update(NamedTuple):
+    """What one update did."""
+
+    step: int
+    loss: float  # smoothed, per real target token
+    rate: float  # learning rate
+    tokens: int  # real target tokens
+    seconds: float
+
+
+def training(model, batches, recipe, optimizer=None, done=0):
+    """Train, yielding an Update after each; `done` were made before."""
+    optimizer = optimizer or adam(model)
+    weights = list(model.parameters())
+    for step in range(done + 1, recipe.steps + 1):
+        began = time.perf_counter()
+        model.train()
+        parts = list(itertools.islice(batches, recipe.accumulate))
+        tokens = sum(part.count() for part in parts)
+        optimizer.zero_grad()
+        losses = [backward(model, p, tokens, recipe.smoothing) for p in parts]
+        if recipe.clip:
+            nn.utils.clip_grad_norm_(weights, recipe.clip)
+        size = model.config.d_model
+        rate = learning_rate(step, size, recipe.warmup, recipe.factor)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+        loss = float(sum(losses)) / tokens
+        seconds = time.perf_counter() - began
+        yield Update(step, loss, rate, tokens, seconds)
+
+
+# %% [markdown]
+# The classic slip here is to lag by one, so that the first update runs
+# with rate 0. The rate at update n is the formula at n:
+
+
+# %%
+@check
+def rate_is_the_formula():
+    """The optimizer's rate at update n is Equation 3 at n."""
+    model = tiny_model()
+    recipe = Recipe(steps=12, warmup=5, batch_tokens=40, max_tokens=40)
+    pairs = [([5, 6, EOS], [BOS, 5, 6, EOS])] * 20
+    optimizer = adam(model)
+    for update in training(model, stream(pairs, 40), recipe, optimizer):
+        n = update.step
+        formula = 32**-0.5 * min(n**-0.5, n * 5**-1.5)
+        assert math.isclose(optimizer.param_groups[0]["lr"], formula)
+        assert math.isclose(update.rate, formula)
+
+
+# %% [markdown]
+# While it runs, a script shows a progress bar with the loss, real tokens
+# per second, the learning rate, and the load of the GPU if there is one.
+# A notebook prints samples instead.
+
+
+# %%
+def progress(updates, recipe, done=0, title="training"):
+    """Pass the updates on, with a progress bar in a terminal."""
+    from tqdm import tqdm
+
+    size = dict(total=recipe.steps, initial=done, mininterval=0.5)
+    load = ""
+    with tqdm(desc=title, disable=NOTEBOOK, **size) as bar:
+        for update in updates:
+            if update.step % 50 == 1 and not NOTEBOOK:
+                load = gpu_load()
+            speed = f"{update.tokens / update.seconds:,.0f} tokens/s"
+            rate = f"rate {update.rate:.1e}"
+            bar.set_postfix_str(
+                f"loss {update.loss:.3f}, {speed}, {rate} {load}", False
+            )
+            bar.update()
+            yield update
+
+
+# %% [markdown]
+# ## Greedy decoding
+#
+# In training the decoder reads the true words. In use there are none: it
+# reads what it wrote itself. The simplest way to write is greedy: take
+# the likeliest word, append it, ask again. The source is encoded once.
+# Each sentence stops at its own `</s>`; sentences that have ended leave
+# the batch, and when all have, we are done. The paper allows an output
+# 50 words longer than its source (Section 6.1); the limit is counted for
+# each sentence, so that its company in the batch plays no part.
+#
+# The model must be in evaluation mode. To make sure, it is put there, and
+# put back after.
+
+
+# %%
+@contextlib.contextmanager
+def evaluating(model):
+    """Evaluation mode and no gradients inside; the old mode after."""
+    was = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield model
+    finally:
+        model.train(was)
+
+
+def greedy(model, src, extra=50):
+    """Translate (B, S) source ids; a list of B lists, without BOS and EOS."""
+    limits = (src != PAD).sum(-1) + extra  # (B,)
+    outputs = [[] for _ in src]
+    alive = torch.arange(len(src), device=src.device)  # rows not ended
+    tgt = torch.full((len(src), 1), BOS, device=src.device)
+    with evaluating(model):
+        memory, mask = model.encode(src)
+        while len(alive):
+            state = model.decode(tgt, memory, mask)[:, -1]  # (B, D)
+            logits = model.tgt_embedding.logits(state)  # (B, V)
+            logits[:, [PAD, BOS, UNK]] = -math.inf  # never to be written
+            words = logits.argmax(-1)  # (B,)
+            for row, word in zip(alive.tolist(), words.tolist()):
+                if word != EOS:
+                    outputs[row].append(word)
+            tgt = torch.cat([tgt, words[:, None]], dim=1)  # (B, T + 1)
+            stay = (words != EOS) & (tgt.size(1) <= limits[alive])
+            alive, tgt, memory, mask = (
+                t[stay] for t in (alive, tgt, memory, mask)
+            )
+    return outputs
+
+
+# %% [markdown]
+# Decoded together or one at a time, a sentence comes out the same:
+
+
+# %%
+@check
+def batching_changes_no_translation():
+    """Greedy decoding of a batch equals that of each sentence alone."""
+    model = tiny_model()
+    rows = [torch.randint(4, 14, (n,)).tolist() for n in (7, 1, 4, 12, 2)]
+    together = greedy(model, pad(rows), extra=10)
+    alone = [greedy(model, pad([row]), extra=10)[0] for row in rows]
+    assert together == alone
+    assert all(len(o) <= len(r) + 10 for o, r in zip(together, rows))
+
+
+# %% [markdown]
+# ## A first example: copying
+#
+# Now it all comes together. The training set is 40,000 random sequences of
+# 3 to 10 digits; 1,000 others are for validation, and 1,000 are held
+# out for the last test. No sequence is in two of the sets.
+#
+# One layer of width 64 is enough, since copying takes one look. Every
+# 50 updates the model copies the validation set, freely: from `<s>` on
+# it sees only its own output. When three such tests in a row are perfect,
+# training ends.
+
+
+# %%
+def copy_sets(seed=0, train=40_000, val=1000, test=1000):
+    """Three disjoint lists of (source ids, target ids) for the copy task."""
+    draw = random.Random(seed)
+    rows = {}  # a dict keeps its order, and each key once
+    while len(rows) < train + val + test:
+        rows[tuple(draw.choices(range(4, 14), k=draw.randint(3, 10)))] = None
+    pairs = [([*row, EOS], [BOS, *row, EOS]) for row in rows]
+    return pairs[test + val :], pairs[test : test + val], pairs[:test]
+
+
+def exact_matches(model, pairs):
+    """How many of the pairs greedy decoding gets exactly right."""
+    device = next(model.parameters()).device
+    outputs = greedy(model, pad([src for src, _ in pairs]).to(device), 5)
+    return sum(o == tgt[1:-1] for o, (_, tgt) in zip(outputs, pairs))
+
+
+# %% [markdown]
+# A low loss proves little: a model with a wrong positional encoding can
+# still predict most digits. The exact match of whole, freely written
+# sequences is the measure that counts.
+
+# %%
+COPY = Config(14, 14, N=1, d_model=64, d_ff=256, h=2, dropout=0.0)
+COPY_RECIPE = Recipe(
+    steps=1500, warmup=100, batch_tokens=1200, max_tokens=1200
+)
+
+
+def train_copy(seed=0, device="cpu"):
+    """Train the copy model; it, its losses, and exact matches of 1,000."""
+    train, val, test = copy_sets(seed)
+    torch.manual_seed(seed)
+    model = Transformer(COPY).to(device)
+    batches = stream(train, COPY_RECIPE.max_tokens, seed, device)
+    losses, perfect = [], 0
+    updates = training(model, batches, COPY_RECIPE)
+    for update in progress(updates, COPY_RECIPE, title="copy task"):
+        losses.append(update.loss)
+        if update.step % 50 == 0:
+            all_right = exact_matches(model, val) == len(val)
+            perfect = perfect + 1 if all_right else 0
+            if perfect == 3:
+                break
+    return model, losses, exact_matches(model, test)
+
+
+# %% [markdown]
+# The seed fixes everything, so you will see this very curve.
+
+
+# %%
+@functools.cache
+def copy_model():
+    """The trained copy model, its losses, and its exact matches."""
+    return train_copy()
+
+
+@example
+def the_copy_task():
+    model, losses, right = copy_model()
+    print(f"exact match: {right}/1000 after {len(losses)} updates")
+    src = pad([digits("31415926")])
+    print("source", *(DIGITS[t] for t in src[0]))
+    print("output", *(DIGITS[t] for t in greedy(model, src)[0]))
+    return lines(
+        {"training": (range(1, len(losses) + 1), losses)},
+        "update",
+        "smoothed loss per token",
+        "Learning to copy",
+        "Line chart: the loss falls steeply once the model has found "
+        "where to look, then stays at the floor that smoothing sets.",
+    )
+
+
+# %% [markdown]
+# ## A real example: German to English
+#
+# Copying has one rule. A language has thousands, and exceptions. The rest
+# of the book translates German into English, at two scales: a small
+# corpus that the book generates itself, so that everything can be tried
+# within minutes and without network; and Multi30k, 29,000 captions of
+# photographs, each put into German by a translator.
+
+# %% [markdown]
+# ### A corpus that the book generates
+#
+# The model needs sentence pairs before it needs anything else. A download
+# can fail, and a downloaded corpus has two more faults for a learner. Most
+# sentences have several good translations, so no score says when the model
+# is as good as it can be. And nobody knows for sure which word belongs to
+# which. So the book can also make its own German and English. A small
+# grammar writes the sentences, and three things follow.
+#
+# - It needs no network, and the same seed gives the same corpus everywhere.
+# - No sentence of the corpus has two translations, in either direction. A
+#   perfect model reaches BLEU 100, so whatever is missing is the model's.
+# - The true word alignment is known, and an attention map can be compared
+#   with it.
+#
+# It is a toy: a few hundred words, one clause, no pronouns. What it keeps is
+# what makes German hard to translate word by word:
+#
+# - The article shows gender and case: *der Mann*, *den Mann* and *dem Mann*
+#   are all *the man*. So does the adjective: *der alte*, *ein alter*, *dem
+#   alten*.
+# - The finite verb is always second: *heute isst der Mann den Apfel* is
+#   *today the man eats the apple*.
+# - The verb may be torn in two: *der Mann macht heute die Tür auf* is *the
+#   man opens the door today*.
+# - The participle comes last: *der Mann hat im Garten den Apfel gegessen* is
+#   *the man has eaten the apple in the garden*.
+# - The recipient has a case of its own: *der Mann gibt dem Kind den Ball* is
+#   *the man gives the child the ball*.
+# - A plural may look like the singular, so that the article or the verb must
+#   tell: *der Lehrer isst* is one teacher, *die Lehrer essen* are several.
+# - Two words may grow into one: *Apfelbaum* is *apple tree*.
+#
+# First words stay lower-case, unless they are nouns, which German always
+# writes with a capital. In a vocabulary of whole words *Der* and *der* would
+# be two strangers, and the model would have to learn each.
+
+# %% [markdown]
+# #### Nouns and adjectives
+#
+# A noun is written as its gender (m, f, n), singular, plural and English; an
+# English plural that is more than an added *-s* follows. The gender w marks
+# the weak masculine nouns, which keep their singular for the nominative
+# alone: *der Junge*, but *den Jungen* and *dem Jungen*. A dash says that the
+# noun is not counted: no plural, no *ein*. A plus sign joins English words
+# that stand for a single German one. The kind, in front, says what can be
+# done to the thing.
+
+# %%
+NOUN_TABLE = """
+adult: m Mann Männer man men, f Frau Frauen woman women
+adult: f Königin Königinnen queen, w Bauer Bauern farmer
+friend: m Lehrer Lehrer teacher, m Arzt Ärzte doctor
+friend: w Student Studenten student, m Bäcker Bäcker baker
+friend: m Gärtner Gärtner gardener
+family: m Onkel Onkel uncle, f Tante Tanten aunt, f Tochter Töchter daughter
+family: m Bruder Brüder brother, f Schwester Schwestern sister
+young: n Kind Kinder child children, w Junge Jungen boy
+young: n Mädchen Mädchen girl
+animal: m Hund Hunde dog, f Katze Katzen cat, n Pferd Pferde horse
+animal: m Vogel Vögel bird, m Esel Esel donkey
+food: m Apfel Äpfel apple, f Birne Birnen pear, n Ei Eier egg
+food: m Kuchen Kuchen cake, m Apfelkuchen Apfelkuchen apple+cake
+bread: n Brot - bread, m Käse - cheese, f Butter - butter
+drink: f Milch - milk, m Tee - tea, m Kaffee - coffee, n Wasser - water
+drink: m Apfelsaft - apple+juice
+book: n Buch Bücher book, m Roman Romane novel
+book: n Bilderbuch Bilderbücher picture+book
+tale: m Brief Briefe letter, n Gedicht Gedichte poem
+tale: f Geschichte Geschichten story stories, n Märchen Märchen fairy+tale
+clothes: m Mantel Mäntel coat, n Hemd Hemden shirt, f Jacke Jacken jacket
+clothes: n Sommerkleid Sommerkleider summer+dress summer+dresses
+vehicle: n Auto Autos car, n Fahrrad Fahrräder bicycle
+door: f Tür Türen door, f Haustür Haustüren front+door
+door: n Gartentor Gartentore garden+gate, n Fenster Fenster window
+room: n Zimmer Zimmer room, n Wohnzimmer Wohnzimmer living+room
+room: m Keller Keller cellar, f Küche Küchen kitchen
+load: m Korb Körbe basket, m Koffer Koffer suitcase, f Kiste Kisten box boxes
+thing: m Ball Bälle ball, m Schlüssel Schlüssel key, n Bild Bilder picture
+thing: f Blume Blumen flower, f Kaffeetasse Kaffeetassen coffee+cup
+sight: n Haus Häuser house, m Apfelbaum Apfelbäume apple+tree
+sight: f Brücke Brücken bridge
+"""
+
+# %% [markdown]
+# A few lines turn the table into a dictionary from the German singular, in
+# the order of the table.
+
+
+# %%
+class Noun(NamedTuple):
+    """A row of the noun table; `plural` is "" where nothing is counted."""
+
+    kind: str
+    gender: str
+    singular: str
+    plural: str
+    english: tuple[str, str]  # singular, plural
+
+
+def read_nouns(table: str) -> dict[str, Noun]:
+    nouns = {}
+    for line in table.strip().splitlines():
+        kind, rows = line.split(": ")
+        for row in rows.split(", "):
+            gender, singular, plural, english, *irregular = row.split()
+            forms = (english, *irregular, english + "s")[:2]
+            plural = plural.strip("-")
+            nouns[singular] = Noun(kind, gender, singular, plural, forms)
+    return nouns
+
+
+NOUNS = read_nouns(NOUN_TABLE)
+KINDS_OF_PEOPLE = ("adult", "friend", "family", "young")
+PEOPLE = [n for n in NOUNS if NOUNS[n].kind in KINDS_OF_PEOPLE]
+
+# %% [markdown]
+# Each kind has the adjectives that go with it, so that coffee may be cold
+# and a queen friendly, but not the other way round. German adjectives are
+# stems here; the ending comes next.
+
+# %%
+ENGLISH_ADJECTIVE = dict(
+    pair.split("=")
+    for pair in """alt=old jung=young klein=little groß=big müd=tired
+    freundlich=friendly hungrig=hungry fröhlich=cheerful schwarz=black
+    weiß=white frisch=fresh gut=good kalt=cold warm=warm lang=long kurz=short
+    schön=beautiful neu=new rot=red grün=green schwer=heavy""".split()
+)
+ADJECTIVE_TABLE = """
+adult friend: alt jung freundlich müd
+family: freundlich fröhlich hungrig müd
+young: klein fröhlich hungrig müd
+animal: klein groß schwarz weiß hungrig
+food: frisch groß klein gut
+bread: frisch gut
+drink: kalt warm gut
+book tale: lang kurz schön neu
+clothes: rot grün warm neu schön
+vehicle: alt neu rot grün
+door room: alt groß klein
+load: schwer groß klein
+thing: klein groß schön
+sight: alt groß klein schön
+"""
+ADJECTIVES = {
+    kind: line.split(": ")[1].split()
+    for line in ADJECTIVE_TABLE.strip().splitlines()
+    for kind in line.split(": ")[0].split()
+}
+
+# %% [markdown]
+# #### The endings
+#
+# A German noun phrase shows gender and case in a strong ending: *-er*, *-en*,
+# *-em* for the three cases of a masculine noun. Usually the article carries
+# it (*dies-er*, *d-er*), and the adjective needs only a weak *-e* or *-en*:
+# *der alte Mann*. But *ein* and *mein* have no ending in three places, and
+# there the adjective must step in: *ein alter Mann*. Without any article it
+# always must: *alte Männer*, *kalter Tee*. The letter p stands for the
+# plural, in which the genders look alike.
+
+# %%
+CASES = ("nominative", "accusative", "dative")
+STRONG = {"m": "er en em", "f": "e e er", "n": "es es em", "p": "e e en"}
+WEAK = {"m": "e en en", "f": "e e en", "n": "e e en", "p": "en en en"}
+NO_ENDING = {("m", "nominative"), ("n", "nominative"), ("n", "accusative")}
+
+
+def ending(table: dict[str, str], gender: str, case: str) -> str:
+    return table[gender].split()[CASES.index(case)]
+
+
+# %% [markdown]
+# The definite article is a stem *d-* with the same endings, but for two
+# spellings: *d-e* is *die*, and *d-es* is *das*.
+
+# %%
+STEMS = {"der": "d", "dieser": "dies", "mein": "mein", "ein": "ein"}
+ENGLISH_ARTICLE = {
+    "der": ("the", "the"),
+    "dieser": ("this", "these"),
+    "mein": ("my", "my"),
+    "ein": ("a", ""),
+}
+
+
+def determiner(article: str, gender: str, case: str) -> str:
+    """The German article; `article` is a key of STEMS."""
+    if article in ("ein", "mein") and (gender, case) in NO_ENDING:
+        return article
+    word = STEMS[article] + ending(STRONG, gender, case)
+    return {"de": "die", "des": "das"}.get(word, word)
+
+
+# %% [markdown]
+# The noun itself changes only if it is weak, and in the dative plural, which
+# wants an *-n*: *den Lehrern*.
+
+
+# %%
+def decline(noun: Noun, case: str, plural: bool) -> str:
+    if plural and case == "dative" and noun.plural[-1] not in "ns":
+        return noun.plural + "n"
+    weak = noun.gender == "w" and case != "nominative"
+    return noun.plural if plural or weak else noun.singular
+
+
+# %% [markdown]
+# A noun phrase comes out as two strings. Both languages order article,
+# adjective and noun alike, so their words match one to one. An indefinite
+# plural has no article, nor has a mass noun: *kleine Kinder*, *kalte Milch*.
+
+
+# %%
+@functools.cache
+def noun_phrase(
+    lemma: str, case: str, plural=False, article="der", adjective=""
+) -> tuple[str, str]:
+    """The German and the English phrase; `lemma` is a key of NOUNS."""
+    noun = NOUNS[lemma]
+    gender = "p" if plural else noun.gender.replace("w", "m")
+    bare = article == "ein" and (plural or not noun.plural)
+    word = "" if bare else determiner(article, gender, case)
+    german = [word]
+    english = ["" if bare else ENGLISH_ARTICLE[article][plural]]
+    if adjective:
+        table = STRONG if word in ("", "ein", "mein") else WEAK
+        german.append(adjective + ending(table, gender, case))
+        english.append(ENGLISH_ADJECTIVE[adjective])
+    german.append(decline(noun, case, plural))
+    english.append(noun.english[plural])
+    if english[0] == "a" and english[1][0] in "aeiou":
+        english[0] = "an"
+    return " ".join(german).strip(), " ".join(english).strip()
+
+
+# %% [markdown]
+# So `noun_phrase("Mann", "dative", article="ein", adjective="alt")` is *einem
+# alten Mann* and *an old man*.
+#
+# #### Verbs
+#
+# A German verb needs three forms here: infinitive, third person singular and
+# participle. Its plural is spelled like the infinitive. English needs four:
+# *eat*, *eats*, *ate*, *eaten*. The bar in *auf|machen* marks a particle
+# that breaks away: *macht ... auf*. *repariert*, *besucht* and *verkauft*
+# serve twice, as third person and as participle, and only their place in the
+# sentence says which.
+
+# %%
+VERB_TABLE = """
+essen isst gegessen = eat eats ate eaten
+trinken trinkt getrunken = drink drinks drank drunk
+kaufen kauft gekauft = buy buys bought bought
+waschen wäscht gewaschen = wash washes washed washed
+lesen liest gelesen = read reads read read
+schreiben schreibt geschrieben = write writes wrote written
+suchen sucht gesucht = look+for looks+for looked+for looked+for
+sehen sieht gesehen = see sees saw seen
+tragen trägt getragen = carry carries carried carried
+füttern füttert gefüttert = feed feeds fed fed
+reparieren repariert repariert = repair repairs repaired repaired
+besuchen besucht besucht = visit visits visited visited
+auf|machen macht aufgemacht = open opens opened opened
+zu|machen macht zugemacht = close closes closed closed
+ab|schließen schließt abgeschlossen = lock locks locked locked
+auf|räumen räumt aufgeräumt = tidy tidies tidied tidied
+an|schauen schaut angeschaut = look+at looks+at looked+at looked+at
+ab|holen holt abgeholt = pick+up picks+up picked+up picked+up
+ein|laden lädt eingeladen = invite invites invited invited
+geben gibt gegeben = give gives gave given
+zeigen zeigt gezeigt = show shows showed shown
+bringen bringt gebracht = bring brings brought brought
+schicken schickt geschickt = send sends sent sent
+verkaufen verkauft verkauft = sell sells sold sold
+vor|lesen liest vorgelesen = read reads read read
+"""
+
+# %% [markdown]
+# What can be done to what, and where? After each verb come its objects, as
+# nouns or kinds of noun, and the places where it may happen. Six of the verbs
+# have a recipient too. *lesen* and *vorlesen* are both *read*; the
+# recipient tells them apart: *reads a book*, *reads the child a book*.
+
+# %%
+USE_TABLE = """
+essen: food bread: Garten Küche Park
+trinken: drink: Garten Küche Park
+kaufen: food bread clothes: Markt Stadt
+waschen: clothes Auto: Hof Garten
+lesen: book tale: Garten Küche Park
+schreiben: book tale: Garten Küche
+suchen: animal thing load: Park Wald Hof
+sehen: adult friend family young animal: Park Wald Stadt
+tragen: load: Wald Stadt
+füttern: animal: Garten Hof
+reparieren: vehicle door: Hof
+besuchen abholen: adult friend family young: Stadt
+einladen: adult friend family young:
+aufmachen zumachen: door Koffer Kiste:
+abschließen: Tür Haustür Gartentor Haus vehicle:
+aufräumen: room:
+anschauen: animal sight Bild Blume: Park Stadt
+geben: food thing book Brief: Garten Park
+zeigen: animal thing sight: Park Stadt
+bringen: bread drink load:
+schicken: book tale clothes:
+verkaufen: food animal vehicle: Markt
+vorlesen: book tale: Garten Park
+"""
+TAKE_RECIPIENT = "geben zeigen bringen schicken verkaufen vorlesen".split()
+
+# %% [markdown]
+# Again a few lines read the tables.
+
+
+# %%
+class Verb(NamedTuple):
+    """A row of the verb table; `particle` is "" if the verb has none."""
+
+    infinitive: str
+    particle: str
+    plural: str
+    singular: str
+    participle: str
+    english: list[str]  # base, third person, past, participle
+
+
+def read_verb(line: str) -> Verb:
+    german, english = line.split(" = ")
+    infinitive, singular, participle = german.split()
+    particle, _, plural = infinitive.rpartition("|")
+    forms = (particle + plural, particle, plural, singular, participle)
+    return Verb(*forms, english.split())
+
+
+VERBS = {
+    verb.infinitive: verb
+    for verb in map(read_verb, VERB_TABLE.strip().splitlines())
+}
+
+# %% [markdown]
+# The second table becomes two dictionaries.
+
+# %%
+OBJECTS_OF: dict[str, list[str]] = {}
+PLACES_OF: dict[str, list[str]] = {}
+for _line in USE_TABLE.strip().splitlines():
+    _verbs, _kinds, _places = (part.split() for part in _line.split(":"))
+    for _verb in _verbs:
+        PLACES_OF[_verb] = _places
+        OBJECTS_OF[_verb] = [
+            n for n in NOUNS if n in _kinds or NOUNS[n].kind in _kinds
+        ]
+
+# %% [markdown]
+# #### Pieces that know their counterpart
+#
+# Here is the trick that gives the true alignment for nothing. A sentence is
+# built not from words but from pieces, and a piece is a word with a label.
+# Pieces with the same label translate each other. `linked` gives one label
+# to the k-th German word and to the k-th group of English words. In *am
+# Morgen* and *in+the morning*, *am* shares its label with *in* and with
+# *the*.
+
+# %%
+Pieces = list[tuple[str, str]]  # (word, label)
+
+
+@functools.cache
+def linked(role: str, german: str, english: str) -> tuple[Pieces, Pieces]:
+    de = [(word, f"{role} {k}") for k, word in enumerate(german.split())]
+    en = [
+        (word, f"{role} {k}")
+        for k, group in enumerate(english.split())
+        for word in group.split("+")
+    ]
+    return de, en
+
+
+def align(de: Pieces, en: Pieces) -> tuple[tuple[int, int], ...]:
+    """The positions, from 0, of pieces that share a label; sorted."""
+    return tuple(
+        (i, j)
+        for i, (_, german) in enumerate(de)
+        for j, (_, english) in enumerate(en)
+        if german == english
+    )
+
+
+# %% [markdown]
+# #### When and where
+#
+# The time decides the tense. After *gestern* German says *hat gegessen*
+# where English must say *ate*; together with *heute* the same *hat gegessen*
+# is *has eaten*. Small words deceive: *am Morgen* is *in the morning*, but
+# *am Sonntag* is *on Sunday*.
+
+# %%
+TIMES = {
+    "now": "heute = today; am Morgen = in+the morning; am Abend = in+the "
+    "evening; am Sonntag = on Sunday; am Montag = on Monday",
+    "perfect": "heute = today; diese Woche = this week",
+    "past": "gestern = yesterday; letzte Woche = last week; "
+    "letzten Sonntag = last Sunday",
+}
+PLACES = {
+    "Garten": "im Garten = in+the garden",
+    "Küche": "in der Küche = in the kitchen",
+    "Park": "im Park = in+the park",
+    "Wald": "im Wald = in+the forest",
+    "Hof": "im Hof = in+the yard",
+    "Stadt": "in der Stadt = in the city",
+    "Markt": "auf dem Markt = at the market",
+}
+
+# %% [markdown]
+# The German verb has two places in a sentence, second and last. In the
+# present the last place is empty, or holds the particle. With an auxiliary
+# it holds the main verb, a participle (*hat ... gegessen*) or an infinitive
+# (*kann ... essen*). In the past *hat ... gegessen* is one English word, and
+# both German words are aligned with it. Beware of *will*: it means *wants
+# to*.
+
+# %%
+AUXILIARIES = {
+    "perfect": ("hat = has", "haben = have"),
+    "können": ("kann = can", "können = can"),
+    "müssen": ("muss = must", "müssen = must"),
+    "dürfen": ("darf = may", "dürfen = may"),
+    "wollen": ("will = wants+to", "wollen = want+to"),
+}
+TENSES = ["present", "perfect", "past"] * 3 + list(AUXILIARIES)[1:]
+
+
+def verb_pieces(verb: Verb, tense: str, plural: bool) -> dict[str, tuple]:
+    """The roles `finite` (second) and `final` (last), German and English."""
+    base, third, past, participle = verb.english
+    if tense in AUXILIARIES:
+        finite = linked("finite", *AUXILIARIES[tense][plural].split(" = "))
+        perfect = verb.participle, participle
+        main = perfect if tense == "perfect" else (verb.infinitive, base)
+        return {"finite": finite, "final": linked("final", *main)}
+    if tense == "present":
+        german = verb.plural if plural else verb.singular
+        final, english = verb.particle, base if plural else third
+    else:
+        german = "haben" if plural else "hat"
+        final, english = verb.participle, past
+    # One English verb for both German places, so all share its label.
+    finite = linked("finite", german, english)
+    return {"finite": finite, "final": (linked("finite", final, "")[0], [])}
+
+
+# %% [markdown]
+# #### Word order
+#
+# The order of a whole sentence is a list of roles. English keeps the verb
+# together and puts place before time. German puts time before place and the
+# object after both, with the finite verb second and the rest of it last. An
+# indefinite recipient moves behind the adverbials, for German likes what is
+# new to come late: *gibt dem Kind heute einen Apfel*, but *gibt heute einem
+# Kind einen Apfel*.
+#
+# Time or place may come first. In English everything else stays where it
+# was; in German the subject must yield and step behind the verb.
+
+# %%
+GERMAN_ORDER = "subject recipient time place object final stop"
+LATE_RECIPIENT = "subject time place recipient object final stop"
+ENGLISH_ORDER = "subject finite final recipient object place time stop"
+
+
+class AlignedPair(NamedTuple):
+    """A sentence in both languages, tokens separated by single spaces."""
+
+    de: str
+    en: str
+    alignment: tuple[tuple[int, int], ...]  # (German, English), from 0
+
+
+def arrange(parts: dict[str, tuple], front: str, late: bool) -> AlignedPair:
+    """Put the roles in order, `front` first; absent roles are skipped."""
+    order = (LATE_RECIPIENT if late else GERMAN_ORDER).split()
+    german = [front, "finite", *(role for role in order if role != front)]
+    order = ENGLISH_ORDER.split()
+    english = [front, *(role for role in order if role != front)]
+    de = [p for role in german if role in parts for p in parts[role][0]]
+    en = [p for role in english if role in parts for p in parts[role][1]]
+    words = (" ".join(word for word, _ in side) for side in (de, en))
+    return AlignedPair(*words, align(de, en))
+
+
+# %% [markdown]
+# #### Drawing a sentence
+#
+# The rest is chance: number, article and adjective of each noun phrase. Some
+# articles would sound odd or change the sense, and another stands in for
+# them: *meine Frau* is *my wife*, few people own a bridge, and nobody speaks
+# of *ein Onkel* without saying whose.
+
+# %%
+DEFINITE = ["der", "der", "der", "dieser", "mein"]
+INDEFINITE = ["ein"]
+STAND_IN = {
+    ("adult", "mein"): "dieser",
+    ("sight", "mein"): "dieser",
+    ("family", "ein"): "mein",
+}
+
+
+def draw_article(rng: random.Random, lemma: str, articles: list[str]) -> str:
+    article = rng.choice(articles)
+    return STAND_IN.get((NOUNS[lemma].kind, article), article)
+
+
+# %% [markdown]
+# A recipient without an article gets an adjective, so that its case can be
+# seen: *zeigt kleinen Mädchen Bilder*.
+
+# %%
+CASE_OF = dict(zip(("subject", "object", "recipient"), CASES, strict=True))
+
+
+def draw_phrase(
+    rng: random.Random, role: str, lemma: str, article: str
+) -> tuple[tuple[Pieces, Pieces], bool]:
+    """The pieces of a noun phrase, and whether it is plural."""
+    noun = NOUNS[lemma]
+    plural = bool(noun.plural) and rng.random() < 0.4
+    bare_recipient = role == "recipient" and plural and article == "ein"
+    adjective = ""
+    if bare_recipient or rng.random() < 0.4:
+        adjective = rng.choice(ADJECTIVES[noun.kind])
+    phrase = noun_phrase(lemma, CASE_OF[role], plural, article, adjective)
+    return linked(role, *phrase), plural
+
+
+# %% [markdown]
+# Time and place are optional, except that the past needs its *gestern*.
+
+
+# %%
+def draw_adverbials(rng: random.Random, lemma: str, tense: str) -> dict:
+    drawn = {}
+    if tense == "past" or rng.random() < 0.5:
+        drawn["time"] = rng.choice(TIMES.get(tense, TIMES["now"]).split("; "))
+    if PLACES_OF[lemma] and rng.random() < 0.4:
+        drawn["place"] = PLACES[rng.choice(PLACES_OF[lemma])]
+    return {role: linked(role, *drawn[role].split(" = ")) for role in drawn}
+
+
+# %% [markdown]
+# A triple of subject, verb and object says what a sentence is about;
+# everything else is drawn. If the object is definite, so is the recipient,
+# because *einem Kind den Apfel* sounds odd in German.
+
+# %%
+Triple = tuple[str, str, str]  # subject noun, verb, object noun
+
+
+def draw_pair(rng: random.Random, triple: Triple) -> AlignedPair:
+    subject, lemma, thing = triple
+    article = draw_article(rng, subject, DEFINITE + INDEFINITE * 3)
+    phrase, plural = draw_phrase(rng, "subject", subject, article)
+    tense = rng.choice(TENSES)
+    parts = {"subject": phrase} | verb_pieces(VERBS[lemma], tense, plural)
+    articles = rng.choice([DEFINITE, INDEFINITE])
+    article = draw_article(rng, thing, articles)
+    parts["object"], _ = draw_phrase(rng, "object", thing, article)
+    late = False
+    if lemma in TAKE_RECIPIENT:
+        person = rng.choice([n for n in PEOPLE if n != subject])
+        article = draw_article(rng, person, rng.choice([DEFINITE, articles]))
+        parts["recipient"], _ = draw_phrase(rng, "recipient", person, article)
+        late = article == "ein"
+    adverbials = draw_adverbials(rng, lemma, tense)
+    parts |= adverbials | {"stop": linked("stop", ".", ".")}
+    return arrange(parts, rng.choice(["subject", *adverbials]), late)
+
+
+# %% [markdown]
+# #### Three parts that share no triple
+#
+# A test sentence that differs from a training sentence by an adjective would
+# only test memory. So the triples are shared out first, and the sentences
+# drawn afterwards. If an aunt feeds a donkey in the test, no aunt feeds a
+# donkey in training, in any tense, number or order. Each of them is there
+# with other companions, though: every word of the test occurs in training.
+
+# %%
+SIZES = {"train": 24_000, "val": 500, "test": 1_000}
+
+
+def split_triples(rng: random.Random) -> dict[str, list[Triple]]:
+    """All sensible triples: 300 for the test, 150 for val, and the rest."""
+    triples = [
+        (subject, lemma, thing)
+        for lemma in VERBS
+        for thing in OBJECTS_OF[lemma]
+        for subject in PEOPLE
+        if subject != thing
+    ]
+    rng.shuffle(triples)
+    test, val, train = triples[:300], triples[300:450], triples[450:]
+    return {"train": train, "val": val, "test": test}
+
+
+# %% [markdown]
+# A sentence is drawn anew if it has been seen, if it has more than 14
+# tokens, or if it is held out and has a word that training lacks.
+
+
+# %%
+@functools.cache
+def toy_corpus(seed: int = 0) -> dict[str, list[AlignedPair]]:
+    """The parts train, val and test, in the numbers of SIZES.
+
+    No sentence occurs twice, and no triple of subject, verb and object
+    occurs in two parts. Every word of val and test occurs in train.
+    """
+    rng = random.Random(seed)
+    corpus: dict[str, list[AlignedPair]] = {}
+    seen, known = set(), set()
+    for part, triples in split_triples(rng).items():
+        corpus[part] = []
+        while len(corpus[part]) < SIZES[part]:
+            pair = draw_pair(rng, rng.choice(triples))
+            de, en = pair.de.split(), pair.en.split()
+            words = {("de", w) for w in de} | {("en", w) for w in en}
+            unknown = part != "train" and not words <= known
+            if pair.de in seen or unknown or max(len(de), len(en)) > 14:
+                continue
+            seen.add(pair.de)
+            known |= words  # in val and test this adds nothing
+            corpus[part].append(pair)
+    return corpus
+
+
+# %% [markdown]
+# Every word has a counterpart in the other language: nothing is left
+# unaligned on either side. Where several words stand for several, as in
+# *schaut ... an* and *looks at*, each is aligned with each. The corpus has
+# 317 German and 251 English word forms, and no sentence has fewer than 4
+# tokens.
+
+
+# %% [markdown]
+# ### Words and vocabularies
+#
+# Text must be cut into tokens. spaCy knows the rules of many languages
+# for that (which full stops belong to an abbreviation, that "doesn't" is
+# two words). `spacy.blank` gives these rules alone: there is no model to
+# download.
+
+
+# %%
+@functools.cache
+def tokenizer(language):
+    """spaCy's rules for a language code such as "de"."""
+    import spacy
+
+    try:
+        return spacy.blank(language).tokenizer
+    except ImportError:  # unknown, or it needs another package
+        note = f"note: no spaCy rules for {language!r}, using general ones"
+        print(note, file=sys.stderr)
+        return spacy.blank("xx").tokenizer
+
+
+def tokenize(text, language):
+    """Text -> its words and punctuation marks."""
+    return [t.text for t in tokenizer(language)(text) if not t.is_space]
+
+
+def detokenize(words):
+    """Words -> text, with spaces where English and German put them."""
+    text = " ".join(words)
+    text = re.sub(r" ([.,;:!?%)\]])", r"\1", text)
+    text = re.sub(r"([(\[]) ", r"\1", text)
+    text = re.sub(r" ('s|'re|'ve|'ll|'d|'m|n't)\b", r"\1", text)
+    text = re.sub(r"(\w) - (?=\w)", r"\1-", text)
+    return re.sub(r'" ([^"]*) "', r'"\1"', text)
+
+
+@example
+def words_of_a_sentence():
+    words = tokenize('"Nice t-shirt," says a man who doesn\'t smile.', "en")
+    print(words)
+    print(detokenize(words))
+
+
+# %% [markdown]
+# A vocabulary numbers the words of the *training* set; a word of the test
+# set that never occurred there is `<unk>`, as it would be in life. Words
+# seen only once are left out too, so that `<unk>` occurs in training and
+# the model learns what to do with it. torchtext's `Vocab` counts, sorts
+# and cuts. We keep only its list of words, which is all that a saved
+# model needs.
+
+
+# %%
+class Vocabulary:
+    """The words of one language, numbered; the special tokens first."""
+
+    def __init__(self, words):
+        self.words = list(words)
+        real = enumerate(self.words[len(SPECIALS) :], len(SPECIALS))
+        self.index = {word: number for number, word in real}
+
+    @classmethod
+    def build(cls, sentences, min_count=1):
+        """From tokenized sentences, words counted `min_count` or more."""
+        from torchtext.vocab import Vocab
+
+        counts = Counter(itertools.chain.from_iterable(sentences))
+        vocab = Vocab(counts, min_freq=min_count, specials=SPECIALS)
+        return cls(vocab.itos)
+
+    def __len__(self):
+        return len(self.words)
+
+    def encode(self, words):
+        """Words -> token ids, EOS at the end."""
+        return [*(self.index.get(word, UNK) for word in words), EOS]
+
+    def decode(self, tokens):
+        """Token ids -> words."""
+        return [self.words[token] for token in tokens]
+
+
+# %% [markdown]
+# *Differs from the paper*: it shares one vocabulary of word *pieces*
+# between the languages, and so one matrix between source, target and
+# output. German and English share few whole words. So here each language
+# has its own vocabulary; the target's embedding and the output matrix
+# remain one object.
+#
+# ### From text to text
+#
+# A translator is a model together with all that is needed to use it: two
+# vocabularies and the names of the languages. It sorts what it is given by
+# length, so that batches hold little padding, and puts the results back
+# into their order.
+
+
+# %%
+class Translator:
+    """A model, its vocabularies and languages: text in, text out."""
+
+    def __init__(self, model, vocabularies, languages):
+        self.model = model
+        self.src_vocab, self.tgt_vocab = vocabularies
+        self.src, self.tgt = languages
+
+    @classmethod
+    def untrained(cls, pairs, languages, sizes, min_count=1):
+        """A new model for the words of the tokenized training pairs."""
+        src, tgt = zip(*pairs)
+        vocabs = [Vocabulary.build(side, min_count) for side in (src, tgt)]
+        config = Config(*map(len, vocabs), shared=False, **sizes)
+        return cls(Transformer(config), vocabs, languages)
+
+    def encode_pair(self, src, tgt):
+        """Two lists of words -> (source ids, target ids from BOS to EOS)"""
+        return self.src_vocab.encode(src), [BOS, *self.tgt_vocab.encode(tgt)]
+
+    def translate_words(self, sentences, max_tokens=4096):
+        """Lists of source words -> lists of target words, greedily."""
+        device = next(self.model.parameters()).device
+        sources = [self.src_vocab.encode(words) for words in sentences]
+        results = [[] for _ in sources]
+        lengths = [len(source) for source in sources]
+        full = [i for i, words in enumerate(sentences) if words]
+        kept = [lengths[i] for i in full]
+        for group in token_batches(kept, max_tokens) if full else []:
+            rows = [full[i] for i in group]
+            src = pad([sources[i] for i in rows]).to(device)
+            for i, output in zip(rows, greedy(self.model, src)):
+                results[i] = self.tgt_vocab.decode(output)
+        return results
+
+    def translate(self, sentences):
+        """Source texts -> target texts; an empty text stays empty."""
+        words = [tokenize(sentence, self.src) for sentence in sentences]
+        return [detokenize(output) for output in self.translate_words(words)]
+
+
+# %% [markdown]
+# ### How good is it? BLEU
+#
+# BLEU compares the runs of one to four words in the output with those of a
+# reference translation: 0 is nothing in common, 100 is identical. We take
+# sacreBLEU's word for it, so that our numbers can be compared with others.
+# It is measured on what the model writes *freely*. Feeding it the true
+# words while it writes would give a much better number, and a
+# meaningless one.
+
+
+# %%
+def bleu(outputs, references):
+    """sacreBLEU of output texts, letter case ignored: a BLEUScore."""
+    from sacrebleu.metrics import BLEU
+
+    return BLEU(lowercase=True).corpus_score(outputs, [references])
+
+
+def perplexity(model, pairs, max_tokens=4096):
+    """e to the mean loss, without smoothing, of each real target token."""
+    device = next(model.parameters()).device
+    widths = [max(len(src), len(tgt)) for src, tgt in pairs]
+    total, tokens = 0.0, 0
+    with evaluating(model):
+        for group in token_batches(widths, max_tokens):
+            src, tgt = (pad(side) for side in zip(*(pairs[i] for i in group)))
+            batch = Batch(src, tgt).to(device)
+            logits, labels = model(batch.src, batch.read), batch.labels
+            total += F.cross_entropy(
+                logits.flatten(0, 1), labels.flatten(),
+                ignore_index=PAD, reduction="sum",
+            ).item()  # fmt: skip
+            tokens += batch.count()
+    return math.exp(total / tokens)
+
+
+# %% [markdown]
+# ### (a) The generated corpus, learned
+#
+# Here is what the model is given: a German sentence, its one translation,
+# and, for us alone, which word belongs to which.
+
+
+# %%
+@example
+def a_generated_pair():
+    pair = toy_corpus()["test"][4]
+    german, english = pair.de.split(), pair.en.split()
+    print(pair.de)
+    print(pair.en)
+    print("; ".join(f"{german[i]} = {english[j]}" for i, j in pair.alignment))
+
+
+# %% [markdown]
+# Two layers of width 128 suffice for so small a language, with the paper's
+# schedule and a warm-up of 200 updates. Every 200 updates the model
+# translates one sentence of the validation set, so that you can watch it
+# learn to speak.
+
+# %%
+TOY = dict(N=2, d_model=128, d_ff=256, h=4, dropout=0.1)
+TOY_RECIPE = dict(
+    steps=800, warmup=200, factor=1.0, batch_tokens=2048, max_tokens=2048
+)
+
+
+@functools.cache
+def toy_translator(seed=0):
+    """Trained on the generated corpus: the translator and its losses."""
+    train, val = (
+        [(pair.de.split(), pair.en.split()) for pair in toy_corpus()[part]]
+        for part in ("train", "val")
+    )
+    torch.manual_seed(seed)
+    translator = Translator.untrained(train, ("de", "en"), TOY)
+    pairs = [translator.encode_pair(*pair) for pair in train]
+    recipe, losses = Recipe(**TOY_RECIPE, seed=seed), []
+    batches = stream(pairs, recipe.max_tokens, seed)
+    updates = training(translator.model, batches, recipe)
+    for update in progress(updates, recipe, title="German-English"):
+        losses.append(update.loss)
+        if NOTEBOOK and update.step % 200 == 0:
+            [output] = translator.translate_words([val[0][0]])
+            print(f"{update.step:4}  loss {update.loss:.2f}", *output)
+    return translator, losses
+
+
+# %% [markdown]
+# This is the longest cell of the book: about a minute on two cores.
+
+
+# %%
+@example
+def learning_german():
+    translator, losses = toy_translator()
+    return lines(
+        {"training": (range(1, len(losses) + 1), losses)},
+        "update",
+        "smoothed loss per token",
+        "Learning German",
+        "Line chart: the smoothed loss falls from above 5 to about 0.9, "
+        "close to the floor that label smoothing sets.",
+    )
+
+
+# %% [markdown]
+# Now the test: 1,000 sentences whose subject, verb and object never came
+# together in training. First a page of translations, chosen by nobody: the
+# first five of the test set.
+
+
+# %%
+def toy_test(translator):
+    """Outputs and references of the generated test set, as texts."""
+    test = toy_corpus()["test"]
+    words = [pair.de.split() for pair in test]
+    outputs = map(" ".join, translator.translate_words(words))
+    return list(outputs), [pair.en for pair in test]
+
+
+@example
+def a_page_of_translations():
+    translator, _ = toy_translator()
+    outputs, references = toy_test(translator)
+    for pair, output in list(zip(toy_corpus()["test"], outputs))[:5]:
+        print("source    ", pair.de)
+        print("reference ", pair.en)
+        print("output    ", output)
+        print()
+    exact = sum(o == r for o, r in zip(outputs, references))
+    print(f"BLEU {bleu(outputs, references).score:.1f}")
+    print(f"{exact} of {len(outputs)} exactly right")
+
+
+# %% [markdown]
+# What of those that are wrong? Looking at mistakes teaches more than
+# looking at scores.
+
+
+# %%
+@example
+def its_mistakes():
+    translator, _ = toy_translator()
+    outputs, references = toy_test(translator)
+    wrong = [i for i, o in enumerate(outputs) if o != references[i]]
+    for i in wrong[:4]:
+        print("source    ", toy_corpus()["test"][i].de)
+        print("reference ", references[i])
+        print("output    ", outputs[i])
+        print()
+
+
+# %% [markdown]
+# And the question everyone asks of a trained model: *how do I translate
+# my own sentence?* Like this. Try other words; those it has never seen
+# become `<unk>`.
+
+
+# %%
+@example
+def your_own_sentence():
+    translator, _ = toy_translator()
+    sentence = "gestern hat der kleine Hund den Ball im Garten gesucht ."
+    print(translator.translate([sentence])[0])
+
+
+# %% [markdown]
+# ## Looking at attention
+#
+# Attention weights can be looked at, and that is half the charm of this
+# model. Three rules keep the pictures honest. The model is in evaluation
+# mode. The weights are those before dropout, so each row sums to 1. And
+# the axes say who asks: **queries down, keys across**.
+#
+# One more care is needed for the decoder. The query at place t has *read*
+# word t − 1 and is about to *write* word t. So the rows of the decoder's
+# pictures say both: `the → old` has read "the" and writes "old".
+
+
+# %%
+def attention_maps(translator, words):
+    """Translate, then collect all weights of one pass over the result.
+
+    Returns the output words, {kind: weights (N, H, T, S)}, and for each
+    kind the labels of its rows and columns.
+    """
+    [output] = translator.translate_words([words])
+    src, tgt = translator.encode_pair(words, output)
+    device = next(translator.model.parameters()).device
+    batch = Batch(torch.tensor([src]), torch.tensor([tgt])).to(device)
+    model = translator.model
+    with evaluating(model):
+        model(batch.src, batch.read)
+    collected = {
+        "encoder self-attention": [
+            layer.self_attention.weights for layer in model.encoder.layers
+        ],
+        "decoder self-attention": [
+            layer.self_attention.weights for layer in model.decoder.layers
+        ],
+        "cross-attention": [
+            layer.cross_attention.weights for layer in model.decoder.layers
+        ],
+    }
+    source, read = [*words, "</s>"], ["<s>", *output]
+    writes = [f"{a} → {b}" for a, b in zip(read, [*output, "</s>"])]
+    labels = {
+        "encoder self-attention": (source, source),
+        "decoder self-attention": (writes, read),
+        "cross-attention": (writes, source),
+    }
+    maps = {kind: torch.cat(w).cpu() for kind, w in collected.items()}
+    return output, maps, labels
+
+
+# %% [markdown]
+# Each row of each map must sum to 1, whatever the sentence:
+
+
+# %%
+@check
+def attention_maps_sum_to_one():
+    """All collected attention rows sum to 1; the future has weight 0."""
+    translator, _ = toy_translator()
+    _, maps, _ = attention_maps(translator, toy_corpus()["test"][0].de.split())
+    for weights in maps.values():
+        sums = weights.sum(-1)
+        torch.testing.assert_close(sums, torch.ones_like(sums))
+    assert maps["decoder self-attention"].triu(1).abs().max() == 0
+
+
+# %% [markdown]
+# One chart shows all heads of a layer, side by side on one colour scale,
+# with a switch for the layer. (Where scripts are off, you see the last
+# layer.)
+
+
+# %%
+def attention_chart(translator, sentence, kind):
+    """All heads of a kind of attention for a sentence; a layer switch."""
+    alt = altair()
+    _, maps, labels = attention_maps(translator, sentence.split())
+    weights, (rows, columns) = maps[kind], labels[kind]
+    N, H, T, S = weights.shape
+    places = list(itertools.product(range(N), range(H), range(T), range(S)))
+    data = table(
+        layer=[n + 1 for n, _, _, _ in places],
+        head=[f"head {h + 1}" for _, h, _, _ in places],
+        query=[f"{t:02}|{rows[t]}" for _, _, t, _ in places],
+        key=[f"{s:02}|{columns[s]}" for _, _, _, s in places],
+        weight=[round(w, 3) for w in weights.flatten().tolist()],
+    )
+    switch = alt.binding_select(options=list(range(1, N + 1)), name="layer ")
+    layer = alt.param("layer", value=N, bind=switch)
+    axis = alt.Axis(labelExpr="split(datum.label, '|')[1]", ticks=False)
+    scale = alt.Scale(scheme="cividis", domain=(0, 1))
+    what = kind[0].upper() + kind[1:]
+    return (
+        alt.Chart(data, width=17 * S, height=17 * T)
+        .mark_rect()
+        .encode(
+            alt.X("key:N", axis=axis),
+            alt.Y("query:N", axis=axis),
+            alt.Color("weight:Q", scale=scale),
+            alt.Tooltip(["query:N", "key:N", "weight:Q"]),
+            alt.Facet("head:N", columns=2, title=None),
+        )
+        .transform_filter("datum.layer == layer")
+        .add_params(layer)
+        .properties(
+            title=alt.Title(alt.expr(f"'{what}, layer ' + layer")),
+            description=f"Heat maps of the {kind} of one sentence, one panel "
+            f"for each of {H} heads, query words down, key words across.",
+        )
+    )
+
+
+# %% [markdown]
+# A sentence with all that is difficult: the fronted adverb moves the
+# subject behind the verb, and the participle waits at the end.
+
+# %%
+SENTENCE = "heute hat der alte Lehrer dem Kind einen Apfel gegeben ."
+
+
+@example
+def cross_attention_of_a_sentence():
+    translator, _ = toy_translator()
+    print(SENTENCE)
+    print(*translator.translate_words([SENTENCE.split()])[0])
+    return attention_chart(translator, SENTENCE, "cross-attention")
+
+
+# %% [markdown]
+# **What to notice.** In at least one head there is a bright cell in nearly
+# each row: the German word that the English word comes from. It is not a
+# diagonal: look where `given` is written, and which word it looks at.
+
+
+# %%
+@example
+def encoder_attention_of_a_sentence():
+    translator, _ = toy_translator()
+    return attention_chart(translator, SENTENCE, "encoder self-attention")
+
+
+@example
+def decoder_attention_of_a_sentence():
+    translator, _ = toy_translator()
+    return attention_chart(translator, SENTENCE, "decoder self-attention")
+
+
+# %% [markdown]
+# ### Attention against the true alignment
+#
+# A bright cell is an impression. For the generated corpus we know which
+# words belong together, so we can count. For each English word of the
+# test set, the head's guess is the German word it weighs most while it
+# *writes* that word; how often is the guess right? Guessing "same
+# place in the sentence" is a fair baseline, and an untrained model a
+# second one.
+
+
+# %%
+def alignment_accuracy(translator, pairs, max_tokens=4096):
+    """How often each head's largest weight is on an aligned word: (N, H).
+
+    The model reads the true English and is asked about each aligned word.
+    """
+    model, hits, total = translator.model, 0, 0
+    for pair in pairs:
+        src, tgt = translator.encode_pair(pair.de.split(), pair.en.split())
+        with evaluating(model):
+            model(torch.tensor([src]), torch.tensor([tgt[:-1]]))
+        layers = model.decoder.layers
+        maps = torch.cat([layer.cross_attention.weights for layer in layers])
+        guess = maps.argmax(-1)  # (N, H, T): the source place of each row
+        true = torch.zeros(len(tgt), len(src), dtype=torch.bool)
+        for german, english in pair.alignment:
+            true[english, german] = True
+        for t in true.any(-1).nonzero().flatten().tolist():
+            hits = hits + true[t][guess[:, :, t]].float()
+            total += 1
+    return hits / total
+
+
+@example
+def attention_against_the_alignment():
+    translator, _ = toy_translator()
+    torch.manual_seed(1)
+    blank = Translator(Transformer(translator.model.config),
+                       (translator.src_vocab, translator.tgt_vocab),
+                       ("de", "en"))  # fmt: skip
+    pairs = toy_corpus()["test"][:200]
+    same, aligned = 0, 0
+    for pair in pairs:
+        links = set(pair.alignment)
+        for english in {e for _, e in links}:
+            same += (english, english) in links
+            aligned += 1
+    accuracy = alignment_accuracy(translator, pairs)
+    untrained = alignment_accuracy(blank, pairs)
+    print(f"same place in the sentence  {same / aligned:6.1%}")
+    print(f"best head, untrained model  {untrained.max():6.1%}")
+    print(f"best head, trained model    {accuracy.max():6.1%}")
+    N, H = accuracy.shape
+    names = [f"layer {n + 1}" for n in range(N)]
+    heads = [f"head {h + 1}" for h in range(H)]
+    return heatmaps(
+        {"untrained": (untrained, names, heads),
+         "trained": (accuracy, names, heads)},
+        "head", "layer", "Which heads look at the word they translate?",
+        "Two heat maps of alignment accuracy by layer and head. Trained "
+        "heads of the later layer reach high values, untrained ones none.",
+        legend="accuracy", cell=44,
+    )  # fmt: skip
+
+
+# %% [markdown]
+# ## Corpora from files
+#
+# From here on it is plumbing: files, checkpoints, the command line. It is
+# not needed to understand the model, but it is needed to use one, and
+# most of the grief with real data comes from here. The rule is: wrong
+# input gets an error that names the file and the line and says what to
+# do, and nothing is dropped without being counted.
+#
+# A corpus is a folder with two text files for each part, one sentence a
+# line: `train.de` and `train.en`, `val.de` and `val.en`, and so on, plain
+# or compressed (`train.de.gz`). The endings are the language codes.
+
+
+# %%
+def read_lines(path):
+    """The lines of a UTF-8 text file, plain or .gz, without white space
+    at their ends."""
+    opener = gzip.open if path.suffix == ".gz" else open
+    lines = []
+    try:
+        with opener(path, "rb") as file:
+            for line in file:
+                lines.append(line.decode("utf-8-sig").strip())
+    except UnicodeDecodeError:
+        raise InputError(
+            f"{path}, line {len(lines) + 1}: not UTF-8; convert it, e.g. "
+            "iconv -f latin1 -t utf-8"
+        ) from None
+    except (OSError, EOFError, zlib.error) as error:
+        raise InputError(f"{path}: cannot be read: {error}") from None
+    if not any(lines):
+        raise InputError(f"{path}: the file is empty")
+    return lines
+
+
+def find_part(folder, part, language):
+    """The file of a part of a corpus in a language, or None."""
+    for ending in ("", ".gz"):
+        path = folder / f"{part}.{language}{ending}"
+        if path.is_file():
+            return path
+    return None
+
+
+def read_pairs(folder, part, src, tgt):
+    """The (source, target) lines of a part of a corpus folder."""
+    sides = []
+    for language in (src, tgt):
+        path = find_part(folder, part, language)
+        if path is None:
+            there = ", ".join(sorted(p.name for p in folder.glob("*.*")))
+            raise InputError(
+                f"{folder}: no {part}.{language} or {part}.{language}.gz; "
+                f"there is: {there or 'nothing'}"
+            )
+        sides.append(read_lines(path))
+    if len(sides[0]) != len(sides[1]):
+        counts = " and ".join(f"{len(side):,}" for side in sides)
+        raise InputError(
+            f"{folder}: {part}.{src} and {part}.{tgt} have {counts} lines; "
+            "line n of one must translate line n of the other"
+        )
+    return list(zip(*sides))
+
+
+# %% [markdown]
+# ### (b) Multi30k
+#
+# The captions are downloaded from the public repository of the corpus, file
+# by file, and each file's SHA-256 digest is compared with the one noted
+# here. A file that is already there is not fetched again. (Its host of
+# many years is gone, which is why so many older tutorials fail here.) The
+# corpus may be used for research and education; if you publish, cite
+# Elliott et al. (2016).
+
+# %%
+MULTI30K_HOSTS = (
+    "https://github.com/multi30k/dataset/raw/master/data/task1/raw/",
+    "https://raw.githubusercontent.com/"
+    "multi30k/dataset/master/data/task1/raw/",
+    "https://cdn.jsdelivr.net/gh/multi30k/dataset@master/data/task1/raw/",
+)
+MULTI30K_TABLE = """
+train
+726e39b2fa9eb9ffb6dc763fb35a179f80fae06ffc5d28b6ace5faa883de28a6
+d79cfa999dd4c51d2cb42499b6796d5a882c3a8a961923c25a898c90f8bbd56f
+622e75069e9f4c577425c4f277116ce66e63a2401c0a2312d90073cb12379a3c
+val
+f0cba2f995189cf5770f29a8a9a537a3ad3f51657ad873405082ff6863a5e75a
+14f7d25ddd868909a9213e361768460edcacdd6ab9d1e77b92560dc10c10dc28
+ca3106f1a72390591d25f6c45cb4cd39dec4cd3f123e099748a3ce5256c160e9
+test_2016_flickr
+9204244e408ccb38d2a55cfcd344df15005fc42a07a6e55ca6c52b6ababb8cc8
+611d361c6334bc7246101d48097c13cf5c4413c5befc793cc629934359d532d9
+6d326e188d259fb1d04ac19eae3af956559b3a0b93d7635e56c90987c40c8b90
+test_2017_flickr
+a2c89666db00c495cd8513b9d708d5a3acc205d7de312ef2bf5fb7ebc1540aee
+76a444ee25172e72695cddb13ae4a3bda59430617be88e0bb46b60504f054074
+3ba671ceb2299f3304ffafefea7a833d08632fbaf0ba18546f8a2ec2391af496
+test_2017_mscoco
+799e4854c25d601cb6cb6be29eabe5667734c61ace2f495e03e429031a0bc338
+aab300bfb4427697987e02cd0aacd44bfe8aa50456231b6474c08038bbed2b58
+754f3072ba9f124569ba5258b32730fc1d214bbf8e0c6dfb2b74401676220db0
+""".split()
+MULTI30K_DIGESTS = {  # of four entries: the part, then de, en, fr
+    f"{MULTI30K_TABLE[i]}.{language}.gz": MULTI30K_TABLE[i + k]
+    for i in range(0, len(MULTI30K_TABLE), 4)
+    for k, language in enumerate(("de", "en", "fr"), 1)
+}
+
+
+def sha256(path):
+    """The SHA-256 digest of a file, in hexadecimal."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def fetch(name, folder, hosts=MULTI30K_HOSTS):
+    """Put a file of Multi30k into `folder`, unless it is there; check it."""
+    path = folder / name
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        failures = []
+        for host in hosts:
+            try:
+                with urllib.request.urlopen(host + name, timeout=30) as page:
+                    content = page.read()
+            except OSError as error:
+                failures.append(f"  {host}{name}: {error}")
+                continue
+            partial = path.with_suffix(".part")
+            partial.write_bytes(content)
+            if sha256(partial) == MULTI30K_DIGESTS[name]:
+                os.replace(partial, path)
+                break
+            failures.append(f"  {host}{name}: wrong SHA-256 digest")
+            partial.unlink()
+        else:
+            raise InputError(
+                "\n".join([f"could not download {name}:", *failures])
+                + "\nput the files into a folder yourself and name it: "
+                "--corpus FOLDER"
+            )
+    if sha256(path) != MULTI30K_DIGESTS[name]:
+        raise InputError(f"{path}: wrong SHA-256 digest; delete the file")
+    return path
+
+
+# %% [markdown]
+# ### (c) Your own
+#
+# Any folder of text files of the above form will do. One function serves
+# all three kinds of corpus.
+
+
+# %%
+def corpus_part(corpus, part, src, tgt):
+    """(source, target) lines of a part of "toy", "multi30k" or a folder."""
+    if corpus == "toy":
+        if {src, tgt} != {"de", "en"} or part not in toy_corpus():
+            raise InputError(
+                "the toy corpus has German (de) and English (en), in the "
+                f"parts train, val and test, not {part} of {src}-{tgt}"
+            )
+        return [(getattr(p, src), getattr(p, tgt)) for p in toy_corpus()[part]]
+    folder = Path(corpus)
+    if corpus == "multi30k":
+        folder = Path("data", "multi30k")
+        for language in (src, tgt):
+            name = f"{part}.{language}.gz"
+            if name not in MULTI30K_DIGESTS:
+                raise InputError(f"Multi30k has no file {name}")
+            fetch(name, folder)
+    if not folder.is_dir():
+        raise InputError(
+            f"{corpus}: no such folder; --corpus takes toy, multi30k, or a "
+            f"folder with train.{src}, train.{tgt}, val.{src}, val.{tgt}"
+        )
+    return read_pairs(folder, part, src, tgt)
+
+
+def training_pairs(corpus, src, tgt, max_words=100):
+    """Tokenized train and val pairs, and a report of what was left out."""
+    train = corpus_part(corpus, "train", src, tgt)
+    own = corpus in ("toy", "multi30k") or find_part(Path(corpus), "val", src)
+    if own:
+        val = corpus_part(corpus, "val", src, tgt)
+    else:  # no validation set: take every 50th pair, 1,000 at most
+        val, held = train[::50][:1000], set(range(0, len(train), 50)[:1000])
+        train = [p for i, p in enumerate(train) if i not in held]
+    kept, empty, long = [], 0, 0
+    for pair in train:
+        words = [tokenize(t, lang) for t, lang in zip(pair, (src, tgt))]
+        if not all(words):
+            empty += 1
+        elif max(map(len, words)) > max_words:
+            long += 1
+        else:
+            kept.append(words)
+    if not kept:
+        raise InputError(f"{corpus}: no pair of sentences to train on")
+    report = f"{len(kept):,} training pairs, {len(val):,} for validation"
+    if not own:
+        report += " (taken from the training set, which has no val files)"
+    if empty or long:
+        report += f"; left out: {empty:,} with an empty side, {long:,} with "
+        report += f"more than {max_words} words"
+    return kept, val, report
+
+
+# %% [markdown]
+# ## Saved models
+#
+# A model's folder holds two files for those who use it: `model.json`, with
+# the configuration, the languages and the words, and `weights.pt`, with
+# tensors only. A third, `checkpoint.pt`, is for going on with training: it
+# also has Adam's moments and the state of the random numbers. Nothing in
+# them can run code when loaded. Each is first written under another name
+# and then renamed, so that a power cut leaves the old file or the new one,
+# but never half of one.
+
+
+# %%
+def write_whole(path, write):
+    """Call `write` on a temporary path, then move the result into place."""
+    partial = path.with_name(path.name + ".part")
+    write(partial)
+    os.replace(partial, path)
+
+
+def load_tensors(path, device="cpu"):
+    """A file of tensors; InputError if it is missing or damaged."""
+    if not path.is_file():
+        raise InputError(f"{path}: no such file; has training begun?")
+    try:
+        return torch.load(path, map_location=device, weights_only=True)
+    except Exception as error:
+        raise InputError(
+            f"{path}: damaged or not a file of tensors "
+            f"({type(error).__name__}); restore it, or train again"
+        ) from None
+
+
+def save_translator(translator, folder, **facts):
+    """Write model.json and weights.pt; `facts` join model.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    description = {
+        "config": asdict(translator.model.config),
+        "languages": [translator.src, translator.tgt],
+        "src_words": translator.src_vocab.words,
+        "tgt_words": translator.tgt_vocab.words,
+        **facts,
+    }
+    text = json.dumps(description, ensure_ascii=False, indent=1)
+    write_whole(
+        folder / "model.json", lambda p: p.write_text(text, encoding="utf-8")
+    )
+    state = translator.model.state_dict()
+    write_whole(folder / "weights.pt", lambda p: torch.save(state, p))
+
+
+# %% [markdown]
+# Reading it back, each way in which the two files may disagree has its own
+# message.
+
+
+# %%
+def load_description(folder):
+    """The contents of model.json."""
+    path = folder / "model.json"
+    if not path.is_file():
+        raise InputError(f"{folder}: no model here (no model.json)")
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+        config = Config(**facts["config"])
+        sizes = len(facts["src_words"]), len(facts["tgt_words"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{path}: damaged ({error})") from None
+    if sizes != (config.src_vocab, config.tgt_vocab):
+        raise InputError(
+            f"{path}: has {sizes[0]} and {sizes[1]} words, but the model "
+            f"was made for {config.src_vocab} and {config.tgt_vocab}"
+        )
+    return facts
+
+
+def load_translator(folder, device="cpu"):
+    """The translator saved in a folder, in evaluation mode."""
+    facts = load_description(folder)
+    model = Transformer(Config(**facts["config"])).to(device)
+    state = load_tensors(folder / "weights.pt", device)
+    try:
+        model.load_state_dict(state)
+    except (RuntimeError, TypeError, AttributeError):
+        raise InputError(
+            f"{folder}: weights.pt is not of the model in model.json; the "
+            "two files must come from the same run"
+        ) from None
+    vocabularies = map(Vocabulary, (facts["src_words"], facts["tgt_words"]))
+    return Translator(model.eval(), list(vocabularies), facts["languages"])
+
+
+# %% [markdown]
+# What was tied before must be tied after:
+
+
+# %%
+@check
+def tied_weights_stay_tied():
+    """Shared matrices are one object, also after saving and loading."""
+    import io
+
+    for shared in (True, False):
+        model = tiny_model(shared=shared)
+        assert (model.src_embedding is model.tgt_embedding) == shared
+        file = io.BytesIO()
+        torch.save(model.state_dict(), file)
+        file.seek(0)
+        again = tiny_model(shared=shared)
+        again.load_state_dict(torch.load(file, weights_only=True))
+        src, tgt = torch.randint(4, 14, (2, 2, 5))
+        assert again.eval()(src, tgt).equal(model.eval()(src, tgt))
+        again.tgt_embedding.weight.data += 1
+        moved = again.src_embedding.weight.equal(again.tgt_embedding.weight)
+        assert moved == shared
+
+
+# %% [markdown]
+# ### Training that can be interrupted
+#
+# `train_translator` brings it together: every `save_every` updates it
+# writes a checkpoint and lets the model translate a few sentences of the
+# validation set, freely. A run that goes on from a checkpoint makes the
+# same updates as one that was never stopped, dropout included.
+
+
+# %%
+def random_state():
+    """The state of the random numbers that dropout uses."""
+    state = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_random_state(state):
+    torch.set_rng_state(state["cpu"].cpu())
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"].cpu())
+
+
+def save_checkpoint(folder, translator, optimizer, step, facts):
+    """Write the model's files and checkpoint.pt."""
+    save_translator(translator, folder, step=step, **facts)
+    state = {
+        "model": translator.model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "random": random_state(),
+        "step": step,
+    }
+    write_whole(folder / "checkpoint.pt", lambda p: torch.save(state, p))
+
+
+def load_checkpoint(folder, translator, optimizer, device):
+    """Restore model, optimizer and random numbers; the updates made."""
+    state = load_tensors(folder / "checkpoint.pt", device)
+    translator.model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    set_random_state(state["random"])
+    return state["step"]
+
+
+# %% [markdown]
+# The report during training: a few translations and their BLEU, from 200
+# sentences of the validation set, to see what the loss does not show.
+
+
+# %%
+def report(translator, val, step, say):
+    """Translate the start of the validation set, and say how it went."""
+    sources, references = zip(*val[:200])
+    outputs = translator.translate(sources)
+    score = bleu(outputs, references).score
+    say(f"update {step:,}: BLEU {score:.1f} on {len(outputs)} of validation")
+    for i in range(min(2, len(outputs))):
+        say(f"   source     {sources[i]}")
+        say(f"   reference  {references[i]}")
+        say(f"   output     {outputs[i]}")
+
+
+def train_translator(translator, train, val, recipe, folder, options):
+    """Train and keep checkpoints in `folder`.
+
+    `options`: `device`, `resume`, `save_every`, `say` (prints a line), and
+    `facts` to be saved with the model.
+    """
+    device, say = options["device"], options["say"]
+    model = translator.model.to(device)
+    optimizer, done = adam(model), 0
+    if options["resume"]:
+        done = load_checkpoint(folder, translator, optimizer, device)
+        say(f"resuming after update {done:,}")
+    pairs = [translator.encode_pair(*pair) for pair in train]
+    skip = done * recipe.accumulate
+    batches = stream(pairs, recipe.max_tokens, recipe.seed, device, skip)
+    updates = training(model, batches, recipe, optimizer, done)
+    pace = []
+    for update in progress(updates, recipe, done):
+        pace.append(update.seconds)
+        if len(pace) == 10:
+            left = (recipe.steps - update.step) * sum(pace[3:]) / 7
+            say(f"about {left / 60:.0f} minutes to go")
+        last = update.step == recipe.steps
+        if last or update.step % options["save_every"] == 0:
+            facts = options["facts"]
+            save_checkpoint(folder, translator, optimizer, update.step, facts)
+            with torch.random.fork_rng():
+                report(translator, val, update.step, say)
+    return translator
+
+
+# %% [markdown]
+# ## The command line
+#
+# How long and how fast to train depends on the size of the model. Base and
+# big have the paper's numbers. Tiny follows Wu et al. (2021): a peak rate of
+# 0.005, warm-up 2,000, about 4,096 tokens an update.
+
+# %%
+RECIPES = {
+    "tiny": dict(steps=5000, warmup=2000, factor=2.53, batch_tokens=4096),
+    "base": dict(steps=100_000),
+    "big": dict(steps=300_000),
+}
+
+
+def say(*words):
+    """A line for the reader, beside the output proper and the bar."""
+    from tqdm import tqdm
+
+    tqdm.write(" ".join(map(str, words)), file=sys.stderr)
+
+
+def announce(device, expected=""):
+    """Say which device is used."""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    else:
+        name = f"{torch.get_num_threads()} threads"
+    say(f"device: {device} ({name}){expected}")
+
+
+# %% [markdown]
+# One function for each command.
+
+
+# %%
+def run_copy(args):
+    device = pick_device(args.device)
+    announce(device, ", expected time: 10 to 20 seconds on two cores")
+    model, losses, right = train_copy(args.seed, device)
+    source = digits("31415926")
+    [output] = greedy(model, pad([source]).to(device))
+    print("source     ", *(DIGITS[t] for t in source[:-1]))
+    print("output     ", *(DIGITS[t] for t in output))
+    print(f"exact match: {right}/1000 after {len(losses)} updates")
+
+
+def run_train(args):
+    device, folder = pick_device(args.device), Path(args.out)
+    began = (folder / "model.json").exists()
+    if began and not args.resume:
+        raise InputError(
+            f"{folder} holds a model already; go on with it by --resume, or "
+            "choose another --out"
+        )
+    if args.resume and not (folder / "checkpoint.pt").exists():
+        raise InputError(f"{folder}: nothing to resume (no checkpoint.pt)")
+    announce(device)
+    languages = args.src, args.tgt
+    train, val, text = training_pairs(args.corpus, *languages)
+    say(text)
+    settings = RECIPES[args.preset] | {"seed": args.seed}
+    if args.corpus == "toy":
+        settings |= TOY_RECIPE
+    if args.steps is not None:
+        settings["steps"] = args.steps
+    recipe = Recipe(**settings)
+    facts = {"corpus": str(args.corpus), "preset": args.preset}
+    facts["recipe"] = {k: v for k, v in settings.items() if k != "steps"}
+    torch.manual_seed(args.seed)
+    rare = 1 if args.corpus == "toy" else 2
+    translator = Translator.untrained(
+        train, languages, PRESETS[args.preset], rare
+    )
+    if args.resume:
+        check_same_run(load_description(folder), translator, facts, folder)
+    count = parameter_count(translator.model) / 1e6
+    say(f"{args.preset}: {count:.1f} million weights")
+    options = {
+        "device": device,
+        "resume": args.resume,
+        "save_every": args.save_every,
+        "say": say,
+        "facts": facts,
+    }
+    train_translator(translator, train, val, recipe, folder, options)
+    say(f"done: {folder}")
+
+
+def check_same_run(saved, translator, facts, folder):
+    """Refuse to resume with another corpus, preset or recipe."""
+    now = {
+        **facts,
+        "languages": [translator.src, translator.tgt],
+        "src_words": translator.src_vocab.words,
+        "tgt_words": translator.tgt_vocab.words,
+    }
+    for name, value in now.items():
+        if saved.get(name) != value:
+            shown = "" if "words" in name else f" (it was {saved.get(name)})"
+            raise InputError(
+                f"{folder}: cannot resume, {name} has changed{shown}"
+            )
+
+
+# %% [markdown]
+# `translate` writes one translation a line to standard output and all else
+# to standard error, so that it can stand in a pipe.
+
+
+# %%
+def input_lines(arguments):
+    """Lists of sentences: the arguments, or standard input in portions."""
+    if arguments:
+        yield arguments
+        return
+    portion = 1 if sys.stdin.isatty() else 256
+    numbered = enumerate(sys.stdin.buffer, 1)
+    while lines := list(itertools.islice(numbered, portion)):
+        sentences = []
+        for number, line in lines:
+            try:
+                sentences.append(line.decode("utf-8").strip())
+            except UnicodeDecodeError:
+                raise InputError(
+                    f"standard input, line {number}: not UTF-8"
+                ) from None
+        yield sentences
+
+
+def run_translate(args):
+    device = pick_device(args.device)
+    translator = load_translator(Path(args.model), device)
+    announce(device)
+    known = translator.src_vocab.index
+    for sentences in input_lines(args.sentence):
+        for sentence in sentences:
+            words = tokenize(sentence, translator.src)
+            unknown = [word for word in words if word not in known]
+            if unknown:
+                say("unknown to this model:", *unknown)
+        for output in translator.translate(sentences):
+            print(output, flush=True)
+
+
+def run_evaluate(args):
+    device = pick_device(args.device)
+    translator = load_translator(Path(args.model), device)
+    announce(device)
+    languages = translator.src, translator.tgt
+    pairs = corpus_part(args.corpus, args.split, *languages)
+    sources, references = zip(*pairs)
+    began = time.perf_counter()
+    outputs = translator.translate(sources)
+    seconds = time.perf_counter() - began
+    score = bleu(outputs, references)
+    tokenized = [
+        translator.encode_pair(
+            *(tokenize(t, lang) for t, lang in zip(pair, languages))
+        )  # fmt: skip
+        for pair in pairs
+    ]
+    for i in range(min(5, len(pairs))):
+        print("source    ", sources[i])
+        print("reference ", references[i])
+        print("output    ", outputs[i])
+        print()
+    print(f"sentences   {len(pairs):,} in {seconds:.1f} s")
+    print(f"perplexity  {perplexity(translator.model, tokenized):.2f}")
+    print(f"BLEU        {score.score:.2f}")
+    print("sacreBLEU   lowercase, 13a tokens:", score)
+
+
+# %% [markdown]
+# What `--help` prints is made here.
+
+
+# %%
+def parser():
+    """The command line's parser."""
+    top = argparse.ArgumentParser(
+        prog="annotated_transformer.py",
+        description="The Transformer, line by line. Without a command: learn "
+        "to copy, and prove it.",
+    )
+    top.set_defaults(run=run_copy, seed=0, device="auto")
+    commands = top.add_subparsers(title="commands", metavar="COMMAND")
+
+    def command(name, run, text):
+        sub = commands.add_parser(name, help=text, description=text)
+        sub.set_defaults(run=run)
+        device = "cpu, cuda, mps; default: the best there is"
+        sub.add_argument("--device", default="auto", help=device)
+        return sub
+
+    copy = command("copy", run_copy, "learn to copy digits (the default)")
+    copy.add_argument("--seed", type=int, default=0)
+
+    train = command("train", run_train, "train a translation model")
+    train.add_argument(
+        "--corpus",
+        required=True,
+        metavar="CORPUS",
+        help="toy, multi30k, or a folder with train.de, "
+        "train.en, val.de, val.en or the like, plain or .gz",
+    )
+    train.add_argument("--src", default="de", help="source language (de)")
+    train.add_argument("--tgt", default="en", help="target language (en)")
+    train.add_argument(
+        "--preset",
+        default="tiny",
+        choices=PRESETS,
+        help="size of the model (tiny)",
+    )
+    train.add_argument(
+        "--out", required=True, metavar="DIR", help="folder for the model"
+    )
+    train.add_argument("--steps", type=int, help="number of updates")
+    train.add_argument("--seed", type=int, default=0)
+    train.add_argument(
+        "--save-every",
+        type=int,
+        default=500,
+        metavar="N",
+        help="updates between checkpoints (500)",
+    )
+    train.add_argument(
+        "--resume", action="store_true", help="go on with the run in DIR"
+    )
+
+    translate = command("translate", run_translate, "translate sentences")
+    translate.add_argument("--model", required=True, metavar="DIR")
+    translate.add_argument(
+        "sentence", nargs="*", help="default: the lines of standard input"
+    )
+
+    evaluate = command("evaluate", run_evaluate, "measure BLEU")
+    evaluate.add_argument("--model", required=True, metavar="DIR")
+    evaluate.add_argument(
+        "--corpus",
+        required=True,
+        metavar="CORPUS",
+        help="toy, multi30k, or a folder",
+    )
+    evaluate.add_argument(
+        "--split",
+        default="test",
+        metavar="NAME",
+        help="the part, such as test_2016_flickr (test)",
+    )
+    return top
+
+
+def main(argv):
+    """Run a command line; returns the exit status."""
+    args = parser().parse_args(argv)
+    for stream_ in (sys.stdout, sys.stderr):
+        if hasattr(stream_, "reconfigure"):
+            stream_.reconfigure(encoding="utf-8")
+    try:
+        args.run(args)
+    except InputError as error:
+        say(f"error: {error}")
+        return 2
+    except KeyboardInterrupt:
+        say("stopped; a training run goes on with --resume")
+        return 130
+    return 0
+
+
+# %% [markdown]
+# ## Close
+#
+# ### Where this book differs from the paper
+#
+# | what | the paper | here |
+# |---|---|---|
+# | vocabulary | shared word pieces | whole words, one for each language |
+# | source's end | not said | `</s>` ends the source too |
+# | first weights | not said | Glorot's; embeddings with variance 1/D |
+# | smoothing | not said over what | spread over all V words |
+# | sizes | base and big | these, and smaller ones for a laptop |
+# | schedule | factor 1 | a factor of 2.5 for tiny |
+# | decoding | a beam of four | greedy, which costs a little BLEU |
+# | final weights | mean of the last checkpoints | the last checkpoint |
+#
+# Everything else is meant to be the paper's. If you find where it is not,
+# that is a mistake; please tell us.
+#
+# ### What to read next
+#
+# * The paper once more. It is short, and now each line of it has code.
+# * Xiong et al. (2020), *On Layer Normalization in the Transformer
+#   Architecture*: why pre-norm needs no warm-up.
+# * Devlin et al. (2018), *BERT*, is the encoder alone; Radford et al.
+#   (2018), *GPT*, is the decoder alone, without cross-attention. You could
+#   build both from the classes of this book in an afternoon.
+# * Post (2018), *A Call for Clarity in Reporting BLEU Scores*: why two
+#   BLEU scores can seldom be compared.
+
+# %%
+start(main)

@@ -1,0 +1,264 @@
+"""Make notebooks/annotated_transformer.ipynb from annotated_transformer.py.
+
+python tools/notebook.py execute [FILE]  run every cell, write the notebook
+python tools/notebook.py sync            source to notebook, running nothing
+python tools/notebook.py check           fail where the two differ
+python tools/notebook.py html FILE       write the notebook as one page
+"""
+
+import base64
+import difflib
+import hashlib
+import html as markup
+import os
+import re
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import jupytext
+import nbformat
+import vl_convert
+from nbclient import NotebookClient
+from nbclient.exceptions import CellControlSignal, DeadKernelError
+from nbconvert import HTMLExporter
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCE = ROOT / "annotated_transformer.py"
+NOTEBOOK = ROOT / "notebooks" / "annotated_transformer.ipynb"
+MAX_BYTES = 4_000_000
+CELL_SECONDS = 1800
+WIDGET = "application/vnd.jupyter.widget-view+json"
+CHART = "application/vnd.vegalite"
+# No versions: they would change the notebook on each reader's machine.
+METADATA = {
+    "kernelspec": {"display_name": "Python 3", "name": "python3"},
+    "language_info": {"name": "python"},
+}
+
+
+def read_source():
+    """Return the source as a notebook without outputs.
+
+    A cell's id comes from its text, so it stays when others move.
+    """
+    book = jupytext.read(SOURCE, fmt="py:percent")
+    book.metadata = nbformat.from_dict(METADATA)
+    seen = {}
+    for cell in book.cells:
+        copy = seen[cell.source] = seen.get(cell.source, 0) + 1
+        text = f"{cell.cell_type} {copy} {cell.source}"
+        cell.id = hashlib.sha256(text.encode("utf-8")).hexdigest()[:12]
+    return book
+
+
+def read_notebook():
+    """Return the written notebook, or stop and say how to make it."""
+    if not NOTEBOOK.exists():
+        sys.exit(f"{NOTEBOOK.name} is not there; `make notebook` makes it")
+    return nbformat.read(NOTEBOOK, as_version=4)
+
+
+def write(book, path):
+    """Write the notebook at once or not at all, within MAX_BYTES."""
+    text = nbformat.writes(book) + "\n"
+    size = len(text.encode("utf-8"))
+    if size > MAX_BYTES:
+        sys.exit(f"{path.name}: {size:,} bytes, over {MAX_BYTES:,}; draw less")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    part.write_text(text, encoding="utf-8", newline="\n")
+    os.replace(part, path)
+    print(f"wrote {path.name}: {len(book.cells)} cells, {size:,} bytes")
+
+
+def first_lines(book):
+    """Return the source's line where each code cell starts; 0 for prose."""
+    text = "\n" + SOURCE.read_text(encoding="utf-8")
+    lines, end = [], 0
+    for cell in book.cells:
+        start = text.find("\n" + cell.source, end)
+        if cell.cell_type == "code" and start >= 0:
+            end = start + len(cell.source)
+            lines.append(text.count("\n", 0, end - len(cell.source) + 1))
+        else:
+            lines.append(0)
+    return lines
+
+
+def execute(path):
+    """Run the book as its reader would who has the notebook file alone.
+
+    The working folder is empty and real data is not offered, so the notebook
+    depends on no file of this repository.
+    """
+    book = read_source()
+    lines = first_lines(book)
+    client = NotebookClient(
+        book,
+        kernel_name="python3",
+        timeout=CELL_SECONDS,
+        record_timing=False,
+        coalesce_streams=True,
+        extra_arguments=["--log-level=ERROR"],
+    )
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
+        folder = Path(scratch, "book")
+        folder.mkdir()
+        # IPython's own folder too: the user's start-up files stay out.
+        environment = os.environ | {"IPYTHONDIR": f"{scratch}/ipython"}
+        environment.pop("ANNOTATED_TRANSFORMER_DATA", None)
+        with client.setup_kernel(cwd=str(folder), env=environment):
+            for index, cell in enumerate(book.cells):
+                if cell.cell_type == "code":
+                    execute_cell(client, index, lines)
+    print(f"ran in {time.perf_counter() - began:.0f} s{peak_memory()}")
+    write(book, path)
+
+
+def execute_cell(client, index, lines):
+    """Run one cell and tell its line and time, or stop at its error."""
+    cell = client.nb.cells[index]
+    head = cell.source.partition("\n")[0]
+    place = f"[{index + 1:>3}/{len(lines)}] line {lines[index]:>5}"
+    print(f"{place}  {head:<45.45}", end=" ", flush=True)
+    start = time.perf_counter()
+    try:
+        client.execute_cell(cell, index)
+    except (CellControlSignal, DeadKernelError) as error:
+        print("failed", flush=True)
+        sys.exit(explain(error, client.nb, index, lines))
+    print(f"{time.perf_counter() - start:7.1f} s", flush=True)
+    cell.outputs = [output for output in cell.outputs if lasting(output)]
+
+
+def lasting(output):
+    """Return whether an output belongs in the file; show what does not.
+
+    Standard error holds progress bars and warnings, which tell of one run on
+    one machine; a live widget is blank without its kernel.
+    """
+    if output.get("name") == "stderr":
+        print(output.text.rpartition("\r")[2].rstrip(), file=sys.stderr)
+        return False
+    return WIDGET not in output.get("data", {})
+
+
+def explain(error, book, index, lines):
+    """Return the traceback with the source's lines in place of the cells'."""
+    failed = [o for o in book.cells[index].outputs if "traceback" in o]
+    text = "\n".join(failed[-1].traceback) if failed else str(error)
+    starts = {
+        cell.get("execution_count"): line
+        for cell, line in zip(book.cells, lines)
+    }
+
+    def in_source(match):
+        line = starts.get(int(match[1]), 0) + int(match[2]) - 1
+        return f"{SOURCE.name}:{line}"
+
+    text = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    text = re.sub(r"Cell In ?\[(\d+)\], line (\d+)", in_source, text)
+    return (
+        f"{text}\n\nThe cell that starts at {SOURCE.name}:{lines[index]}"
+        " failed; no notebook was written."
+    )
+
+
+def peak_memory():
+    """Return the finished kernel's peak memory, where the system tells it."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return ""
+    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes or KiB
+    return f", peak memory {peak * unit / 2**30:.1f} GiB"
+
+
+def sync():
+    """Copy the source into the notebook; unchanged cells keep outputs."""
+    book = read_source()
+    if NOTEBOOK.exists():
+        old = {}
+        for cell in read_notebook().cells:
+            old.setdefault((cell.cell_type, cell.source), []).append(cell)
+        for cell in book.cells:
+            same = old.get((cell.cell_type, cell.source))
+            if same and cell.cell_type == "code":
+                before = same.pop(0)
+                cell.outputs = before.outputs
+                cell.execution_count = before.execution_count
+    write(book, NOTEBOOK)
+
+
+def differences():
+    """Return how the notebook's inputs differ from the source's, or ''."""
+    texts = []
+    for book in (read_notebook(), read_source()):
+        lines = []
+        for cell in book.cells:
+            tags = cell.metadata.get("tags", [])
+            lines += [f"%% {cell.cell_type} {' '.join(tags)}".rstrip()]
+            lines += cell.source.splitlines()
+        texts.append(lines)
+    names = (NOTEBOOK.name, SOURCE.name)
+    return "\n".join(difflib.unified_diff(*texts, *names, lineterm=""))
+
+
+def check():
+    """Fail, with the differences, unless notebook and source agree."""
+    found = differences()
+    if found:
+        sys.exit(
+            f"{found}\n\nThe notebook differs from the source.\n"
+            "Edited the source: `make notebook` renews the notebook.\n"
+            "Edited the notebook: copy the change into the source first."
+        )
+    print("the notebook and the source agree")
+
+
+def html(path):
+    """Write the notebook as one page, its charts as pictures with a text."""
+    check()
+    book = read_notebook()
+    for cell in book.cells:
+        for output in cell.get("outputs", []):
+            data = output.get("data", {})
+            for kind in [k for k in data if k.startswith(CHART)]:
+                spec = data[kind]
+                svg = vl_convert.vegalite_to_svg(spec).encode("utf-8")
+                picture = base64.b64encode(svg).decode("ascii")
+                alternative = markup.escape(spec.get("description", "chart"))
+                data["text/html"] = (
+                    f'<img alt="{alternative}"'
+                    f' src="data:image/svg+xml;base64,{picture}">'
+                )
+    book.metadata["title"] = "The annotated Transformer"
+    page, _ = HTMLExporter().from_notebook_node(book)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(page, encoding="utf-8", newline="\n")
+    print(f"wrote {path.name}")
+
+
+def main(arguments):
+    """Run the command that the arguments name."""
+    match arguments:
+        case ["execute"]:
+            execute(NOTEBOOK)
+        case ["execute", path]:
+            execute(Path(path))
+        case ["sync"]:
+            sync()
+        case ["check"]:
+            check()
+        case ["html", path]:
+            html(Path(path))
+        case _:
+            sys.exit(__doc__)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
