@@ -15,6 +15,7 @@ help:  ## list these targets
 
 notebook: $(STAMP)  ## run the book and write its notebook, with outputs
 	$(PY) tools/notebook.py execute
+	$(PY) tools/notebook.py pictures
 
 test: $(STAMP)  ## check the style, run the notebook and every test
 	$(PY) -m ruff check .

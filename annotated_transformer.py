@@ -31,6 +31,10 @@
 # else it can do. Imported, `import annotated_transformer`, it only
 # defines things and makes no sound.
 #
+# If you have this file alone, install what it needs with
+# `pip install torch "altair<6" pandas vl-convert-python tqdm spacy
+# torchtext==0.6.0 sacrebleu GPUtil setuptools`.
+#
 # **Edit.** Change anything and run the cell again. The checks will tell
 # you what you broke; breaking things on purpose is the best exercise.
 #
@@ -73,6 +77,7 @@ import re
 import sys
 import time
 import urllib.request
+import warnings
 import zlib
 from collections import Counter
 from dataclasses import asdict, dataclass
@@ -101,7 +106,7 @@ EXAMPLES, CHECKS = {}, {}
 
 def run_seeded(function, seed=0):
     """Call `function` from a fixed seed; the caller's randomness is kept."""
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return function()
 
@@ -207,6 +212,11 @@ def table(**columns):
     return pandas.DataFrame(columns)
 
 
+# %% [markdown]
+# Lines, for curves:
+
+
+# %%
 def lines(series, x, y, title, description, log=()):
     """Lines from {name: (xs, ys)}; axes named in `log` are logarithmic."""
     alt = altair()
@@ -234,6 +244,11 @@ def lines(series, x, y, title, description, log=()):
     )
 
 
+# %% [markdown]
+# Bars, for a few numbers:
+
+
+# %%
 def bars(values, x, y, title, description):
     """Horizontal bars from {name: value}, in the order given."""
     alt = altair()
@@ -246,6 +261,11 @@ def bars(values, x, y, title, description):
     )
 
 
+# %% [markdown]
+# Heat maps, for matrices with a word at each row and column:
+
+
+# %%
 def heatmaps(panels, x, y, title, description, **options):
     """Matrices {name: (matrix, row labels, column labels)} side by side.
 
@@ -288,7 +308,7 @@ def heatmaps(panels, x, y, title, description, **options):
 
 
 # %% [markdown]
-# ## 1, 2 Why: what came before
+# ## 1, 2, 4 Why: what came before
 #
 # Before 2017 a translation model read its sentence one word at a time. A
 # recurrent network folds each word into a state and hands the state on.
@@ -475,6 +495,11 @@ def layer_norm_by_hand():
     print([round(v, 3) for v in layer_norm(x, 1.0, 0.0).tolist()])
 
 
+# %% [markdown]
+# The same numbers from torch, and the same gradients:
+
+
+# %%
 @check
 def layer_norm_equals_torch():
     """Our LayerNorm gives torch's values and torch's gradients."""
@@ -663,13 +688,20 @@ def attention_equals_torch():
         torch.testing.assert_close(attention(Q, K, V, m)[0], expected)
 
 
+# %% [markdown]
+# The weights are shares, whatever the mask. Even a query that may look
+# nowhere gets finite numbers (they mean nothing, but they do no harm):
+
+
+# %%
 @check
 def attention_rows_sum_to_one():
     """Each row of weights sums to 1, even one that may look nowhere."""
-    Q, K, V = torch.randn(3, 2, 4, 8)
-    nowhere = torch.zeros(4, 4, dtype=torch.bool)
-    output, weights = attention(Q, K, V, nowhere)
-    torch.testing.assert_close(weights.sum(-1), torch.ones(2, 4))
+    Q, K = torch.randn(2, 3, 8), torch.randn(2, 5, 8)
+    mask = torch.ones(3, 5, dtype=torch.bool)
+    mask[1] = False  # the second query may look nowhere
+    output, weights = attention(Q, K, K, mask)
+    torch.testing.assert_close(weights.sum(-1), torch.ones(2, 3))
     assert output.isfinite().all()
 
 
@@ -923,7 +955,8 @@ class FeedForward(nn.Module):
 
     def forward(self, x):
         """(B, T, D) -> (B, T, D)"""
-        return self.W_2(self.W_1(x).relu())  # (B, T, F) between
+        hidden = self.W_1(x).relu()  # (B, T, F)
+        return self.W_2(hidden)  # (B, T, D)
 
 
 # %% [markdown]
@@ -1079,6 +1112,11 @@ def positional_waves():
     )
 
 
+# %% [markdown]
+# Now 64 dimensions at 40 positions, a column for each position:
+
+
+# %%
 @example
 def positional_heat_map():
     return heatmaps(
@@ -1211,6 +1249,11 @@ def how_large_the_models_are():
         print(f"{name:5} {parameter_count(model) / 1e6:6.1f} million weights")
 
 
+# %% [markdown]
+# The count by hand, as a formula, must give the same to the last weight:
+
+
+# %%
 @check
 def parameter_count_is_the_formula():
     """The count is V·D + N(12·D² + 4·D·F) plus biases and norms."""
@@ -1240,6 +1283,11 @@ def tiny_model(**changes):
     return Transformer(Config(len(DIGITS), len(DIGITS), **sizes | changes))
 
 
+# %% [markdown]
+# The decoder starts from `<s>` and reads what it has written:
+
+
+# %%
 @example
 def an_untrained_model():
     model = tiny_model().eval()
@@ -1279,11 +1327,16 @@ def torch_twin(model):
     c = model.config
     sizes = (c.d_model, c.h, c.N, c.N, c.d_ff, 0.0)
     order = dict(batch_first=True, norm_first=c.norm_first)
-    twin = nn.Transformer(*sizes, **order, dtype=torch.double)
+    with warnings.catch_warnings():  # of a speed-up that we do not need
+        warnings.simplefilter("ignore")
+        twin = nn.Transformer(*sizes, **order, dtype=torch.double)
     ours, theirs = [], []
     for stack, other in ((model.encoder, twin.encoder),
                          (model.decoder, twin.decoder)):  # fmt: skip
-        other.norm = stack.norm if c.norm_first else None
+        if c.norm_first:
+            other.norm.load_state_dict(stack.norm.state_dict())
+        else:
+            other.norm = None
         ours += stack.layers
         theirs += other.layers
     for layer, other in zip(ours, theirs):
@@ -1387,6 +1440,11 @@ def padding_changes_nothing():
     )
 
 
+# %% [markdown]
+# And with the table of positions set to zero:
+
+
+# %%
 @check
 def without_positions_order_is_lost():
     """Without positions the encoder is permutation-equivariant."""
@@ -1424,6 +1482,11 @@ def gradient_by_layer(norm_first, N=12):
     return [layer.feed_forward.W_1.weight.grad.norm() for layer in layers]
 
 
+# %% [markdown]
+# Twelve layers, both orders, random digits:
+
+
+# %%
 @example
 def gradients_of_both_orders():
     layers = list(range(1, 13))
@@ -1479,6 +1542,11 @@ class Batch(NamedTuple):
         return Batch(self.src.to(device), self.tgt.to(device))
 
 
+# %% [markdown]
+# Two targets of different length, as read and as labels:
+
+
+# %%
 @example
 def what_the_decoder_reads():
     batch = Batch(pad([[4, EOS]]), pad([[BOS, 8, 8, EOS], [BOS, 5, EOS]]))
@@ -1537,6 +1605,11 @@ def padding_waste():
         print(f"{name:10} {real_share(widths, groups):6.1%} real tokens")
 
 
+# %% [markdown]
+# No sentence may get lost on the way:
+
+
+# %%
 @check
 def batches_hold_each_pair_once():
     """Each sentence is in one batch, and no batch exceeds its budget."""
@@ -1594,6 +1667,12 @@ def pick_device(name="auto"):
     return torch.device(name)
 
 
+# %% [markdown]
+# How busy is the GPU? GPUtil asks the driver. Without a GPU, or without
+# GPUtil, there is nothing to say, and no error.
+
+
+# %%
 def gpu_load():
     """Load and memory use of each NVIDIA GPU in words; '' without one."""
     try:
@@ -1629,6 +1708,12 @@ def learning_rate(n, d_model=512, warmup=4000, factor=1.0):
     return factor * d_model**-0.5 * min(n**-0.5, n * warmup**-1.5)
 
 
+# %% [markdown]
+# The optimizer starts with rate 0; the training loop sets it before each
+# update.
+
+
+# %%
 def adam(model):
     """The paper's Adam; `training` sets the rate before each update."""
     weights = model.parameters()
@@ -1637,6 +1722,11 @@ def adam(model):
     )
 
 
+# %% [markdown]
+# Three curves, two of them with the paper's numbers:
+
+
+# %%
 @example
 def learning_rate_curves():
     n = list(range(50, 20_001, 50))
@@ -1695,6 +1785,11 @@ def smoothed_targets(labels, vocab, smoothing=0.1):
     return targets * (labels != PAD)[:, None]
 
 
+# %% [markdown]
+# The loss is the cross-entropy against these targets, summed over the rows:
+
+
+# %%
 def smoothed_loss(logits, labels, smoothing=0.1):
     """The summed cross-entropy against smoothed targets.
 
@@ -1786,6 +1881,11 @@ def smoothed_loss_equals_torch():
     torch.testing.assert_close(sums, (labels != PAD).float())
 
 
+# %% [markdown]
+# And the claim about the divergence:
+
+
+# %%
 @check
 def divergence_has_the_same_gradient():
     """Cross-entropy and KL divergence have the same gradient."""
@@ -2018,23 +2118,29 @@ def evaluating(model):
         model.train(was)
 
 
+# %% [markdown]
+# Now the decoder's loop. The letter A counts the sentences that are still
+# going on; they become fewer.
+
+
+# %%
 def greedy(model, src, extra=50):
     """Translate (B, S) source ids; a list of B lists, without BOS and EOS."""
     limits = (src != PAD).sum(-1) + extra  # (B,)
     outputs = [[] for _ in src]
-    alive = torch.arange(len(src), device=src.device)  # rows not ended
+    alive = torch.arange(len(src), device=src.device)  # (A,) rows go on
     tgt = torch.full((len(src), 1), BOS, device=src.device)
     with evaluating(model):
         memory, mask = model.encode(src)
         while len(alive):
-            state = model.decode(tgt, memory, mask)[:, -1]  # (B, D)
-            logits = model.tgt_embedding.logits(state)  # (B, V)
+            state = model.decode(tgt, memory, mask)[:, -1]  # (A, D)
+            logits = model.tgt_embedding.logits(state)  # (A, V)
             logits[:, [PAD, BOS, UNK]] = -math.inf  # never to be written
-            words = logits.argmax(-1)  # (B,)
+            words = logits.argmax(-1)  # (A,)
             for row, word in zip(alive.tolist(), words.tolist()):
                 if word != EOS:
                     outputs[row].append(word)
-            tgt = torch.cat([tgt, words[:, None]], dim=1)  # (B, T + 1)
+            tgt = torch.cat([tgt, words[:, None]], dim=1)
             stay = (words != EOS) & (tgt.size(1) <= limits[alive])
             alive, tgt, memory, mask = (
                 t[stay] for t in (alive, tgt, memory, mask)
@@ -2933,7 +3039,8 @@ class Translator:
         lengths = [len(source) for source in sources]
         full = [i for i, words in enumerate(sentences) if words]
         kept = [lengths[i] for i in full]
-        for group in token_batches(kept, max_tokens) if full else []:
+        fixed = torch.Generator()  # leaves the caller's random numbers alone
+        for group in token_batches(kept, max_tokens, fixed) if full else []:
             rows = [full[i] for i in group]
             src = pad([sources[i] for i in rows]).to(device)
             for i, output in zip(rows, greedy(self.model, src)):
@@ -2971,7 +3078,7 @@ def perplexity(model, pairs, max_tokens=4096):
     widths = [max(len(src), len(tgt)) for src, tgt in pairs]
     total, tokens = 0.0, 0
     with evaluating(model):
-        for group in token_batches(widths, max_tokens):
+        for group in token_batches(widths, max_tokens, torch.Generator()):
             src, tgt = (pad(side) for side in zip(*(pairs[i] for i in group)))
             batch = Batch(src, tgt).to(device)
             logits, labels = model(batch.src, batch.read), batch.labels
@@ -3101,16 +3208,24 @@ def its_mistakes():
 
 # %% [markdown]
 # And the question everyone asks of a trained model: *how do I translate
-# my own sentence?* Like this. Try other words; those it has never seen
-# become `<unk>`.
+# my own sentence?* Like this. The second sentence is good German too, and
+# says the same, but in an order that the grammar of our corpus never makes.
 
 
 # %%
 @example
 def your_own_sentence():
     translator, _ = toy_translator()
-    sentence = "gestern hat der kleine Hund den Ball im Garten gesucht ."
-    print(translator.translate([sentence])[0])
+    for sentence in (
+        "gestern hat das kleine Mädchen im Garten den Hund gesucht .",
+        "das kleine Mädchen hat gestern den Hund im Garten gesucht .",
+    ):
+        print(sentence, "=", *translator.translate([sentence]))
+
+
+# %% [markdown]
+# A model knows its corpus, not the language. Words it has never seen
+# become `<unk>`, and an order it has never seen may go wrong in any way.
 
 
 # %% [markdown]
@@ -3201,7 +3316,8 @@ def attention_chart(translator, sentence, kind):
     )
     switch = alt.binding_select(options=list(range(1, N + 1)), name="layer ")
     layer = alt.param("layer", value=N, bind=switch)
-    axis = alt.Axis(labelExpr="split(datum.label, '|')[1]", ticks=False)
+    word = "split(datum.label, '|')[1]"
+    axis = alt.Axis(labelExpr=word, ticks=False, grid=False)
     scale = alt.Scale(scheme="cividis", domain=(0, 1))
     what = kind[0].upper() + kind[1:]
     return (
@@ -3253,6 +3369,12 @@ def encoder_attention_of_a_sentence():
     return attention_chart(translator, SENTENCE, "encoder self-attention")
 
 
+# %% [markdown]
+# The decoder's self-attention sees only what is to its left, so its upper
+# triangle is empty:
+
+
+# %%
 @example
 def decoder_attention_of_a_sentence():
     translator, _ = toy_translator()
@@ -3271,7 +3393,7 @@ def decoder_attention_of_a_sentence():
 
 
 # %%
-def alignment_accuracy(translator, pairs, max_tokens=4096):
+def alignment_accuracy(translator, pairs):
     """How often each head's largest weight is on an aligned word: (N, H).
 
     The model reads the true English and is asked about each aligned word.
@@ -3293,6 +3415,11 @@ def alignment_accuracy(translator, pairs, max_tokens=4096):
     return hits / total
 
 
+# %% [markdown]
+# The count, for the trained model and its two baselines:
+
+
+# %%
 @example
 def attention_against_the_alignment():
     translator, _ = toy_translator()
@@ -3361,6 +3488,11 @@ def read_lines(path):
     return lines
 
 
+# %% [markdown]
+# The two files of a part must be there, and must have as many lines:
+
+
+# %%
 def find_part(folder, part, language):
     """The file of a part of a corpus in a language, or None."""
     for ending in ("", ".gz"):
@@ -3437,6 +3569,12 @@ MULTI30K_DIGESTS = {  # of four entries: the part, then de, en, fr
 }
 
 
+# %% [markdown]
+# Each file is fetched from the first address that has it, under another name
+# until its digest has been checked.
+
+
+# %%
 def sha256(path):
     """The SHA-256 digest of a file, in hexadecimal."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
@@ -3506,6 +3644,14 @@ def corpus_part(corpus, part, src, tgt):
     return read_pairs(folder, part, src, tgt)
 
 
+# %% [markdown]
+# Before training, the pairs are cut into words. Pairs with an empty side
+# teach nothing, and very long ones would need much memory, so both are left
+# out, counted, and reported. Nothing is ever left out of a test set: that
+# would change the score.
+
+
+# %%
 def training_pairs(corpus, src, tgt, max_words=100):
     """Tokenized train and val pairs, and a report of what was left out."""
     train = corpus_part(corpus, "train", src, tgt)
@@ -3568,6 +3714,11 @@ def load_tensors(path, device="cpu"):
         ) from None
 
 
+# %% [markdown]
+# What is saved of a translator:
+
+
+# %%
 def save_translator(translator, folder, **facts):
     """Write model.json and weights.pt; `facts` join model.json."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -3611,6 +3762,11 @@ def load_description(folder):
     return facts
 
 
+# %% [markdown]
+# And the weights, into a model of that configuration:
+
+
+# %%
 def load_translator(folder, device="cpu"):
     """The translator saved in a folder, in evaluation mode."""
     facts = load_description(folder)
@@ -3676,6 +3832,11 @@ def set_random_state(state):
         torch.cuda.set_rng_state(state["cuda"].cpu())
 
 
+# %% [markdown]
+# A checkpoint holds what the next update depends on:
+
+
+# %%
 def save_checkpoint(folder, translator, optimizer, step, facts):
     """Write the model's files and checkpoint.pt."""
     save_translator(translator, folder, step=step, **facts)
@@ -3715,6 +3876,12 @@ def report(translator, val, step, say):
         say(f"   output     {outputs[i]}")
 
 
+# %% [markdown]
+# The run itself. After ten updates it knows its own pace, and says how long
+# it will take.
+
+
+# %%
 def train_translator(translator, train, val, recipe, folder, options):
     """Train and keep checkpoints in `folder`.
 
@@ -3741,8 +3908,7 @@ def train_translator(translator, train, val, recipe, folder, options):
         if last or update.step % options["save_every"] == 0:
             facts = options["facts"]
             save_checkpoint(folder, translator, optimizer, update.step, facts)
-            with torch.random.fork_rng():
-                report(translator, val, update.step, say)
+            report(translator, val, update.step, say)
     return translator
 
 
@@ -3793,6 +3959,12 @@ def run_copy(args):
     print(f"exact match: {right}/1000 after {len(losses)} updates")
 
 
+# %% [markdown]
+# `train` checks all that can be wrong before it computes anything: a folder
+# that holds another model, nothing to resume, a corpus that does not fit.
+
+
+# %%
 def run_train(args):
     device, folder = pick_device(args.device), Path(args.out)
     began = (folder / "model.json").exists()
@@ -3835,6 +4007,12 @@ def run_train(args):
     say(f"done: {folder}")
 
 
+# %% [markdown]
+# A run can only be resumed as what it was. With other words, or another
+# learning rate, it would be a different run under the old name.
+
+
+# %%
 def check_same_run(saved, translator, facts, folder):
     """Refuse to resume with another corpus, preset or recipe."""
     now = {
@@ -3876,6 +4054,12 @@ def input_lines(arguments):
         yield sentences
 
 
+# %% [markdown]
+# Words that the model does not know are named, so that an odd translation
+# finds its explanation:
+
+
+# %%
 def run_translate(args):
     device = pick_device(args.device)
     translator = load_translator(Path(args.model), device)
@@ -3891,6 +4075,11 @@ def run_translate(args):
             print(output, flush=True)
 
 
+# %% [markdown]
+# `evaluate` translates a part of a corpus and compares:
+
+
+# %%
 def run_evaluate(args):
     device = pick_device(args.device)
     translator = load_translator(Path(args.model), device)
@@ -3999,6 +4188,12 @@ def parser():
     return top
 
 
+# %% [markdown]
+# And last, the function that ties the commands to exit statuses: 0 if all is
+# well, 2 for wrong input, 130 for Ctrl-C.
+
+
+# %%
 def main(argv):
     """Run a command line; returns the exit status."""
     args = parser().parse_args(argv)

@@ -4,6 +4,7 @@ python tools/notebook.py execute [FILE]  run every cell, write the notebook
 python tools/notebook.py sync            source to notebook, running nothing
 python tools/notebook.py check           fail where the two differ
 python tools/notebook.py html FILE       write the notebook as one page
+python tools/notebook.py pictures        write images/ from its charts
 """
 
 import base64
@@ -15,6 +16,7 @@ import re
 import sys
 import tempfile
 import time
+import zlib
 from pathlib import Path
 
 import jupytext
@@ -27,6 +29,8 @@ from nbconvert import HTMLExporter
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "annotated_transformer.py"
 NOTEBOOK = ROOT / "notebooks" / "annotated_transformer.ipynb"
+IMAGES = ROOT / "images"
+PICTURES = {"cross-attention": "cross_attention_of_a_sentence"}
 MAX_BYTES = 4_000_000
 CELL_SECONDS = 1800
 WIDGET = "application/vnd.jupyter.widget-view+json"
@@ -132,6 +136,9 @@ def execute_cell(client, index, lines):
         sys.exit(explain(error, client.nb, index, lines))
     print(f"{time.perf_counter() - start:7.1f} s", flush=True)
     cell.outputs = [output for output in cell.outputs if lasting(output)]
+    for output in cell.outputs:
+        if picture := output.get("data", {}).get("image/png"):
+            output.data["image/png"] = smaller(picture)
 
 
 def lasting(output):
@@ -144,6 +151,24 @@ def lasting(output):
         print(output.text.rpartition("\r")[2].rstrip(), file=sys.stderr)
         return False
     return WIDGET not in output.get("data", {})
+
+
+def smaller(picture):
+    """Compress a PNG in Base64 anew: vl-convert saves time, not space."""
+    data = base64.b64decode(picture)
+    chunks, place = [], 8  # after the signature
+    while place < len(data):
+        end = place + 12 + int.from_bytes(data[place : place + 4], "big")
+        chunks.append((data[place + 4 : place + 8], data[place + 8 : end - 4]))
+        place = end
+    pixels = zlib.decompress(b"".join(d for k, d in chunks if k == b"IDAT"))
+    head = [(kind, d) for kind, d in chunks if kind in (b"IHDR", b"pHYs")]
+    body = [(b"IDAT", zlib.compress(pixels, 9)), (b"IEND", b"")]
+    result = data[:8]
+    for kind, content in head + body:
+        check = zlib.crc32(kind + content).to_bytes(4, "big")
+        result += len(content).to_bytes(4, "big") + kind + content + check
+    return base64.b64encode(result).decode("ascii")
 
 
 def explain(error, book, index, lines):
@@ -243,6 +268,19 @@ def html(path):
     print(f"wrote {path.name}")
 
 
+def pictures():
+    """Write the charts that the README shows, as SVG."""
+    book = read_notebook()
+    for name, function in PICTURES.items():
+        [cell] = [c for c in book.cells if f"def {function}(" in c.source]
+        data = next(o.data for o in cell.outputs if "data" in o)
+        [spec] = [data[kind] for kind in data if kind.startswith(CHART)]
+        svg = vl_convert.vegalite_to_svg(spec)
+        path = IMAGES / f"{name}.svg"
+        path.write_text(svg, encoding="utf-8", newline="\n")
+        print(f"wrote {path.name}")
+
+
 def main(arguments):
     """Run the command that the arguments name."""
     match arguments:
@@ -254,6 +292,8 @@ def main(arguments):
             sync()
         case ["check"]:
             check()
+        case ["pictures"]:
+            pictures()
         case ["html", path]:
             html(Path(path))
         case _:

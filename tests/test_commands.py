@@ -1,0 +1,697 @@
+"""The command line does what --help says, and says what is wrong."""
+
+import contextlib
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import annotated_transformer as book
+
+SCRIPT = Path(book.__file__)
+COMMANDS = ["copy", "train", "translate", "evaluate"]
+
+
+def fresh(*arguments, text=None, **options):
+    """Run the script in a process of its own."""
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *map(str, arguments)],
+        input=text, capture_output=True, timeout=300, **options,
+    )  # fmt: skip
+
+
+def run(capsys, *arguments):
+    """Run a command here: (exit status, standard output, error output)."""
+    capsys.readouterr()
+    status = book.main([*map(str, arguments)])
+    shown = capsys.readouterr()
+    return status, shown.out, shown.err
+
+
+def refused(capsys, *arguments):
+    """The error message of a command that must refuse its input."""
+    status, output, errors = run(capsys, *arguments)
+    assert status == 2
+    assert output == "" and "Traceback" not in errors
+    lines = errors.splitlines()
+    [start] = [i for i, row in enumerate(lines) if row.startswith("error: ")]
+    return "\n".join(lines[start:])
+
+
+def contents(folder):
+    """{file name: bytes} of all that is in a folder."""
+    return {p.name: p.read_bytes() for p in folder.iterdir()}
+
+
+def weights(folder):
+    return torch.load(folder / "weights.pt", weights_only=True)
+
+
+def same_weights(one, other):
+    return one.keys() == other.keys() and all(
+        one[name].equal(other[name]) for name in one
+    )
+
+
+# ------------------------------------------------------ a corpus and two runs
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory):
+    """A folder of a few hundred short pairs: two batches an epoch."""
+    folder = tmp_path_factory.mktemp("corpus")
+    pairs = book.toy_corpus()
+    for part, size in {"train": 700, "val": 3, "test": 4}.items():
+        for language in ("de", "en"):
+            lines = [getattr(p, language) for p in pairs[part][:size]]
+            text = "".join(f"{line}\n" for line in lines)
+            path = folder / f"{part}.{language}"
+            path.write_text(text, encoding="utf-8")
+    return folder
+
+
+def training_command(corpus, out, steps, *more):
+    return [
+        "train", "--corpus", corpus, "--out", out, "--steps", steps,
+        "--save-every", 3, "--device", "cpu", *more,
+    ]  # fmt: skip
+
+
+def trained(corpus, out, *details):
+    arguments = training_command(corpus, out, *details)
+    with contextlib.redirect_stderr(io.StringIO()):
+        assert book.main([*map(str, arguments)]) == 0
+    return out
+
+
+@pytest.fixture(scope="session")
+def model(corpus, tmp_path_factory):
+    """The folder of a model after six updates; not to be written to."""
+    return trained(corpus, tmp_path_factory.mktemp("runs") / "six", 6)
+
+
+@pytest.fixture(scope="session")
+def half(corpus, tmp_path_factory):
+    """The folder of the same run after three updates; copy it first."""
+    return trained(corpus, tmp_path_factory.mktemp("runs") / "three", 3)
+
+
+@pytest.fixture
+def own(half, tmp_path):
+    """A copy of the interrupted run, to be changed at will."""
+    return Path(shutil.copytree(half, tmp_path / "own"))
+
+
+# ----------------------------------------------------------------------- help
+
+
+def helped(capsys, *arguments):
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        book.main([*arguments, "--help"])
+    assert ended.value.code == 0
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    return shown.out
+
+
+def test_help_lists_every_command(capsys):
+    text = helped(capsys)
+    listed = re.findall(r"^    (\w+) {2,}\S", text, re.M)
+    assert listed == COMMANDS
+
+
+OPTIONS = {
+    "copy": "--device --seed",
+    "train": "--device --corpus --src --tgt --preset --out --steps --seed "
+    "--save-every --resume",
+    "translate": "--device --model sentence",
+    "evaluate": "--device --model --corpus --split",
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_a_command_names_its_options(capsys, command):
+    text = helped(capsys, command)
+    assert text.startswith(f"usage: {SCRIPT.name} {command}")
+    named = set(re.findall(r"^  (--[a-z-]+|[a-z]+)\b", text, re.M))
+    assert named - {"-h"} == set(OPTIONS[command].split())
+
+
+@pytest.mark.parametrize(
+    "arguments, named",
+    [
+        (["dance"], "dance"),
+        (["train", "--out", "x"], "--corpus"),
+        (["train", "--corpus", "toy"], "--out"),
+        (["train", "--corpus", "toy", "--out", "x", "--preset", "huge"],
+         "tiny"),
+        (["train", "--corpus", "toy", "--out", "x", "--steps", "ten"], "ten"),
+        (["translate", "Hallo"], "--model"),
+        (["evaluate", "--model", "x"], "--corpus"),
+    ],
+)  # fmt: skip
+def test_what_the_command_line_lacks_is_named(capsys, arguments, named):
+    with pytest.raises(SystemExit) as ended:
+        book.main(arguments)
+    assert ended.value.code == 2
+    shown = capsys.readouterr()
+    assert named in shown.err and shown.out == ""
+
+
+# ------------------------------------------------------------------- the copy
+
+
+@pytest.mark.slow
+def test_the_script_alone_learns_to_copy(tmp_path):
+    done = fresh(cwd=tmp_path)
+    assert done.returncode == 0, done.stderr.decode()
+    source, output, score = done.stdout.decode().splitlines()
+    assert source.split() == ["source", *"31415926"]
+    assert output.split() == ["output", *"31415926"]
+    assert re.fullmatch(r"exact match: 1000/1000 after \d+ updates", score)
+    assert b"device: " in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+# ----------------------------------------------------------------- the import
+
+WATCH = """
+import os, random, sys
+import torch
+
+writes, torch_state = [], torch.get_rng_state()
+python_state = random.getstate()
+
+def watch(event, arguments):
+    if event == "open":
+        path, mode, flags = arguments
+        if set(mode or "") & set("wax+") or flags & (os.O_WRONLY | os.O_RDWR):
+            writes.append(f"open {path}")
+    if event in ("socket.connect", "socket.bind", "subprocess.Popen",
+                 "os.mkdir", "os.system"):
+        writes.append(f"{event} {arguments}")
+
+sys.addaudithook(watch)
+import annotated_transformer
+
+assert not writes, writes
+late = "altair pandas spacy torchtext GPUtil sacrebleu tqdm IPython".split()
+assert not set(late) & set(sys.modules), set(late) & set(sys.modules)
+assert torch.get_rng_state().equal(torch_state)
+assert random.getstate() == python_state
+"""
+
+
+def test_import_is_silent_and_changes_nothing(tmp_path):
+    environment = os.environ | {"PYTHONPATH": str(SCRIPT.parent)}
+    done = subprocess.run(
+        [sys.executable, "-B", "-W", "error", "-c", WATCH],
+        cwd=tmp_path, env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert list(tmp_path.iterdir()) == []
+
+
+# ------------------------------------------------------------------- training
+
+
+def test_training_reports_beside_the_output(capsys, corpus, tmp_path):
+    out = tmp_path / "new" / "folder"
+    arguments = training_command(corpus, out, 2, "--save-every", 1)
+    status, output, errors = run(capsys, *arguments)
+    assert (status, output) == (0, "")
+    for expected in (
+        "device: cpu",
+        "700 training pairs, 3 for validation",
+        "million weights",
+        "update 1: BLEU",
+        "update 2: BLEU",
+        "source     ",
+        "reference  ",
+        f"done: {out}",
+    ):
+        assert expected in errors
+    expected = ["checkpoint.pt", "model.json", "weights.pt"]
+    assert sorted(contents(out)) == expected
+
+
+def test_files_of_a_model_cannot_run_code(model):
+    for name in ("weights.pt", "checkpoint.pt"):
+        torch.load(model / name, weights_only=True)
+    facts = json.loads((model / "model.json").read_text(encoding="utf-8"))
+    assert facts["step"] == 6
+    assert facts["languages"] == ["de", "en"]
+
+
+def test_the_same_command_makes_the_same_weights(half, corpus, tmp_path):
+    again = trained(corpus, tmp_path / "again", 3)
+    assert same_weights(weights(again), weights(half))
+
+
+def test_another_seed_makes_other_weights(half, corpus, tmp_path):
+    other = trained(corpus, tmp_path / "other", 1, "--seed", 5)
+    assert not same_weights(weights(other), weights(half))
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(capsys, own, corpus, model):
+    assert not same_weights(weights(own), weights(model))
+    arguments = training_command(corpus, own, 6, "--resume")
+    status, _, errors = run(capsys, *arguments)
+    assert status == 0 and "resuming after update 3" in errors
+    assert same_weights(weights(own), weights(model))
+
+
+def test_a_killed_run_can_be_resumed(corpus, model, tmp_path):
+    out = tmp_path / "killed"
+    # The later --save-every counts: a checkpoint early, and much to come.
+    arguments = training_command(corpus, out, 60, "--save-every", 1)
+    process = subprocess.Popen(
+        [sys.executable, str(SCRIPT), *map(str, arguments)],
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        for _ in range(12_000):
+            if (out / "checkpoint.pt").exists() or process.poll() is not None:
+                break
+            time.sleep(0.005)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode != 0
+    trained(corpus, out, 6, "--resume")
+    assert same_weights(weights(out), weights(model))
+
+
+def test_a_run_killed_while_it_saves_keeps_the_old_files(
+    own, corpus, model, monkeypatch
+):
+    before, save = contents(own), torch.save
+
+    def power_cut(state, path):
+        Path(path).write_bytes(b"half a file")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, "save", power_cut)
+    arguments = training_command(corpus, own, 6, "--resume")
+    assert book.main([*map(str, arguments)]) == 130
+    after = contents(own)
+    for name in ("weights.pt", "checkpoint.pt"):
+        assert after[name] == before[name]
+    monkeypatch.setattr(torch, "save", save)
+    trained(corpus, own, 6, "--resume")
+    assert same_weights(weights(own), weights(model))
+
+
+def test_resuming_a_run_that_is_done_changes_no_weight(own, corpus, half):
+    trained(corpus, own, 3, "--resume")
+    assert same_weights(weights(own), weights(half))
+
+
+def test_ctrl_c_is_no_crash(capsys, corpus, tmp_path, monkeypatch):
+    def pressed(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(book, "training_pairs", pressed)
+    arguments = training_command(corpus, tmp_path / "out", 3)
+    status, _, errors = run(capsys, *arguments)
+    assert status == 128 + signal.SIGINT
+    assert "--resume" in errors and "Traceback" not in errors
+
+
+# ---------------------------------------------------------------- translating
+
+
+@pytest.fixture
+def standard_input(monkeypatch):
+    """A function that makes its bytes the standard input."""
+
+    def put(content):
+        stream = io.TextIOWrapper(io.BytesIO(content), encoding="utf-8")
+        monkeypatch.setattr(sys, "stdin", stream)
+
+    return put
+
+
+def translate(capsys, model, *sentences):
+    arguments = ["--model", model, "--device", "cpu", *sentences]
+    status, output, errors = run(capsys, "translate", *arguments)
+    return status, output.split("\n")[:-1], errors
+
+
+SENTENCES = ["der Mann isst .", "die Frau liest ein Buch .", "ja"]
+
+
+def test_arguments_are_translated_in_a_fresh_process(capsys, model, tmp_path):
+    arguments = ["--model", model, "--device", "cpu", *SENTENCES]
+    done = fresh("translate", *arguments, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr.decode()
+    lines = done.stdout.decode().splitlines()
+    assert len(lines) == 3
+    assert lines == translate(capsys, model, *SENTENCES)[1]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_lines_of_standard_input_are_translated_in_a_fresh_process(
+    capsys, model
+):
+    text = "\n".join([SENTENCES[0], "", *SENTENCES[1:]]).encode()
+    done = fresh("translate", "--model", model, "--device", "cpu", text=text)
+    assert done.returncode == 0, done.stderr.decode()
+    lines = done.stdout.decode().splitlines()
+    assert lines[1] == ""
+    _, alone, _ = translate(capsys, model, *SENTENCES)
+    assert [lines[0], *lines[2:]] == alone
+    assert b"device: cpu" in done.stderr
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_each_line_has_one_line_of_output(capsys, model, standard_input, end):
+    lines = [*SENTENCES, "", " ", *SENTENCES[::-1], "ja\u2028nein", "", "a"]
+    standard_input(end.join(lines).encode() + end.encode())
+    status, outputs, _ = translate(capsys, model)
+    assert status == 0 and len(outputs) == len(lines)
+    assert [not o for o in outputs[3:5]] == [True, True]
+    assert outputs[:3] == outputs[5:8][::-1]
+
+
+def test_many_lines_keep_their_order(capsys, model, standard_input):
+    lines = SENTENCES[:2] * 150
+    standard_input("".join(f"{line}\n" for line in lines).encode())
+    _, outputs, _ = translate(capsys, model)
+    _, alone, _ = translate(capsys, model, *SENTENCES[:2])
+    assert outputs == alone * 150
+
+
+def test_no_input_gives_no_output(capsys, model, standard_input):
+    standard_input(b"")
+    assert translate(capsys, model)[:2] == (0, [])
+
+
+def test_a_byte_order_mark_is_no_word(capsys, model, standard_input):
+    standard_input(b"\xef\xbb\xbf" + f"{SENTENCES[0]}\n".encode())
+    _, outputs, errors = translate(capsys, model)
+    assert outputs == translate(capsys, model, SENTENCES[0])[1]
+    assert "\ufeff" not in errors
+
+
+def test_unknown_words_are_named_on_standard_error(capsys, model):
+    status, outputs, errors = translate(
+        capsys, model, "der Quastenflosser isst .", "der Mann isst ."
+    )
+    assert status == 0 and len(outputs) == 2
+    [line] = [row for row in errors.splitlines() if "unknown" in row]
+    assert "Quastenflosser" in line and "Mann" not in line
+    assert not any("Quastenflosser" in output for output in outputs)
+
+
+def test_a_long_line_is_translated(capsys, model):
+    sentence = "der Mann und " * 100 + "die Frau ."
+    status, outputs, _ = translate(capsys, model, sentence)
+    assert status == 0 and len(outputs) == 1
+
+
+def test_input_of_another_encoding_is_named(capsys, model, standard_input):
+    standard_input("ein Mann\nzwei Männer\n".encode("latin-1"))
+    message = refused(capsys, "translate", "--model", model)
+    assert "line 2" in message and "UTF-8" in message
+
+
+def test_the_line_is_counted_from_the_start(capsys, model, standard_input):
+    standard_input(b"\n" * 999 + b"\xff\n")
+    arguments = ["translate", "--model", model, "--device", "cpu"]
+    status, output, errors = run(capsys, *arguments)
+    assert status == 2
+    assert "line 1000" in errors and "Traceback" not in errors
+    assert output.strip() == "" and output.count("\n") < 1000
+
+
+def test_a_reader_that_stops_reading_is_no_crash(model):
+    process = subprocess.Popen(
+        [sys.executable, str(SCRIPT), "translate", "--model", str(model)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    process.stdout.close()
+    _, errors = process.communicate(b"ja\n" * 3)
+    assert b"Traceback" not in errors and b"Exception" not in errors
+
+
+# ----------------------------------------------------------------- evaluating
+
+
+def test_evaluate_prints_bleu_and_perplexity(capsys, model, corpus):
+    arguments = ["--model", model, "--corpus", corpus, "--device", "cpu"]
+    status, output, errors = run(capsys, "evaluate", *arguments)
+    assert status == 0 and "device: cpu" in errors
+    [score] = re.findall(r"^BLEU +(\d+\.\d\d)$", output, re.M)
+    [perplexity] = re.findall(r"^perplexity +(\d+\.\d\d)$", output, re.M)
+    assert 0 <= float(score) <= 100
+    assert 1 < float(perplexity) < 10_000
+    assert re.search(r"^sentences +4 ", output, re.M)
+    assert re.search(r"^sacreBLEU .*lowercase.*13a.*BLEU = ", output, re.M)
+    assert output.count("reference ") == 4
+
+
+def test_evaluate_takes_another_part(capsys, model, corpus):
+    arguments = ["--model", model, "--corpus", corpus, "--device", "cpu"]
+    _, output, _ = run(capsys, "evaluate", *arguments, "--split", "val")
+    assert re.search(r"^sentences +3 ", output, re.M)
+
+
+def test_evaluate_writes_nothing_into_the_model(capsys, own, corpus):
+    before = contents(own)
+    arguments = ["--model", own, "--corpus", corpus, "--device", "cpu"]
+    run(capsys, "evaluate", *arguments)
+    assert contents(own) == before
+
+
+# ------------------------------------------------- wrong input to the training
+
+
+def test_a_model_is_not_overwritten(capsys, own, corpus):
+    before = contents(own)
+    message = refused(capsys, *training_command(corpus, own, 6))
+    assert str(own) in message and "--resume" in message
+    assert contents(own) == before
+
+
+def test_nothing_to_resume_is_an_error(capsys, corpus, tmp_path):
+    out = tmp_path / "none"
+    message = refused(capsys, *training_command(corpus, out, 6, "--resume"))
+    assert str(out) in message and "resume" in message
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    "change, named",
+    [
+        (["--seed", 1], "seed"),
+        (["--preset", "base"], "preset"),
+        (["--src", "en", "--tgt", "de"], "languages"),
+    ],
+)
+def test_a_run_is_not_resumed_as_another(capsys, own, corpus, change, named):
+    before = contents(own)
+    arguments = training_command(corpus, own, 6, "--resume", *change)
+    message = refused(capsys, *arguments)
+    assert named in message and str(own) in message
+    assert contents(own) == before
+
+
+@pytest.mark.parametrize("moved", [True, False])
+def test_a_run_is_not_resumed_with_another_corpus(
+    capsys, own, corpus, tmp_path, moved
+):
+    """Be it another folder, or the same one with other sentences."""
+    before = contents(own)
+    where = tmp_path / "elsewhere"
+    shutil.copytree(corpus, where)
+    if not moved:
+        facts = json.loads((own / "model.json").read_text(encoding="utf-8"))
+        facts["corpus"] = str(where)
+        text = json.dumps(facts)
+        (own / "model.json").write_text(text, encoding="utf-8")
+        before = contents(own)
+        for path in where.glob("train.*"):
+            lines = path.read_text(encoding="utf-8").splitlines()
+            text = "\n".join(lines[1:2] + lines[1:])
+            path.write_text(text, encoding="utf-8")
+    message = refused(capsys, *training_command(where, own, 6, "--resume"))
+    assert str(own) in message
+    assert contents(own) == before
+
+
+@pytest.mark.parametrize(
+    "change, named",
+    [
+        (["--steps", 0], "steps"),
+        (["--steps", -3], "steps"),
+        (["--save-every", 0], "save-every"),
+        (["--save-every", -1], "save-every"),
+        (["--corpus", "nowhere"], "nowhere"),
+        (["--src", "fr"], "train.fr"),
+        (["--device", "tpu"], "tpu"),
+        (["--device", "meta"], "meta"),
+        (["--device", "cuda:99"], "cuda:99"),
+    ],
+)
+def test_impossible_settings_are_named(
+    capsys, corpus, tmp_path, change, named
+):
+    out = tmp_path / "out"
+    message = refused(capsys, *training_command(corpus, out, 2, *change))
+    assert named in message
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("under", [False, True])
+def test_a_file_in_the_place_of_the_folder_is_named(
+    capsys, corpus, tmp_path, under
+):
+    path = tmp_path / "notes.txt"
+    path.write_text("mine", encoding="utf-8")
+    out = path / "out" if under else path
+    message = refused(capsys, *training_command(corpus, out, 1))
+    assert str(path) in message
+    assert path.read_text(encoding="utf-8") == "mine"
+
+
+def test_a_damaged_checkpoint_is_named(capsys, own, corpus):
+    path = own / "checkpoint.pt"
+    path.write_bytes(path.read_bytes()[:5000])
+    before = contents(own)
+    message = refused(capsys, *training_command(corpus, own, 6, "--resume"))
+    assert str(path) in message
+    assert contents(own) == before
+
+
+@pytest.mark.parametrize("content", [{}, [1, 2], {"step": 3, "model": {}}])
+def test_a_checkpoint_of_something_else_is_named(capsys, own, corpus, content):
+    torch.save(content, own / "checkpoint.pt")
+    message = refused(capsys, *training_command(corpus, own, 6, "--resume"))
+    assert "checkpoint.pt" in message and str(own) in message
+
+
+# ---------------------------------------------------- a model that is damaged
+
+
+def using(folder):
+    return ["translate", "--model", folder, "--device", "cpu", "ja"]
+
+
+def edit(folder, **changes):
+    """Put other facts into model.json; None takes one out."""
+    path = folder / "model.json"
+    facts = json.loads(path.read_text(encoding="utf-8")) | changes
+    facts = {name: fact for name, fact in facts.items() if fact is not None}
+    path.write_text(json.dumps(facts), encoding="utf-8")
+
+
+@pytest.mark.parametrize("command", ["translate", "evaluate"])
+@pytest.mark.parametrize("there", [True, False])
+def test_a_folder_without_a_model_is_named(
+    capsys, corpus, tmp_path, command, there
+):
+    folder = tmp_path / "model"
+    if there:
+        folder.mkdir()
+    more = ["--corpus", corpus] if command == "evaluate" else ["ja"]
+    message = refused(capsys, command, "--model", folder, *more)
+    assert str(folder) in message and "train" in message
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b"null", b"{}", b'{"config": 3}', b"\xff"]
+)
+def test_a_description_that_is_damaged_is_named(capsys, own, content):
+    (own / "model.json").write_bytes(content)
+    message = refused(capsys, *using(own))
+    assert str(own / "model.json") in message and "damaged" in message
+
+
+@pytest.mark.parametrize(
+    "lacking", ["config", "languages", "src_words", "tgt_words"]
+)
+def test_a_description_that_lacks_a_fact_is_named(capsys, own, lacking):
+    edit(own, **{lacking: None})
+    message = refused(capsys, *using(own))
+    assert str(own / "model.json") in message and lacking in message
+
+
+@pytest.mark.parametrize("languages", ["de-en", ["de"], [1, 2], 7])
+def test_languages_that_are_none_are_named(capsys, own, languages):
+    edit(own, languages=languages)
+    assert str(own / "model.json") in refused(capsys, *using(own))
+
+
+def test_a_vocabulary_of_another_length_is_named(capsys, own):
+    words = json.loads((own / "model.json").read_text("utf-8"))["src_words"]
+    edit(own, src_words=[*words, "more"])
+    message = refused(capsys, *using(own))
+    assert str(len(words) + 1) in message and str(len(words)) in message
+
+
+def test_missing_weights_are_named(capsys, own):
+    (own / "weights.pt").unlink()
+    assert str(own / "weights.pt") in refused(capsys, *using(own))
+
+
+@pytest.mark.parametrize("kept", [0, 100, 100_000])
+def test_truncated_weights_are_named(capsys, own, kept):
+    path = own / "weights.pt"
+    path.write_bytes(path.read_bytes()[:kept])
+    assert str(path) in refused(capsys, *using(own))
+
+
+@pytest.mark.parametrize("content", [[1], torch.ones(2), {"a": 1}, {}, 5])
+def test_weights_of_something_else_are_named(capsys, own, content):
+    torch.save(content, own / "weights.pt")
+    message = refused(capsys, *using(own))
+    assert "weights.pt" in message and str(own) in message
+
+
+def test_weights_of_another_model_are_named(capsys, own):
+    config = json.loads((own / "model.json").read_text("utf-8"))["config"]
+    edit(own, config=config | {"N": config["N"] + 1})
+    message = refused(capsys, *using(own))
+    assert "weights.pt" in message and "model.json" in message
+
+
+class Malicious:
+    def __reduce__(self):
+        return print, ("code from a file was run",)
+
+
+def test_code_in_a_file_of_weights_is_not_run(capsys, own):
+    torch.save(Malicious(), own / "weights.pt")
+    capsys.readouterr()
+    message = refused(capsys, *using(own))
+    assert "code from a file" not in message
+    assert str(own / "weights.pt") in message
+
+
+def test_an_impossible_device_is_named(capsys, model):
+    arguments = ["translate", "--model", model, "--device", "tpu", "ja"]
+    message = refused(capsys, *arguments)
+    assert "tpu" in message and "cpu" in message  # the value, the remedy
+
+
+def test_a_missing_part_is_named_beside_what_is_there(capsys, model, corpus):
+    arguments = ["--model", model, "--corpus", corpus, "--split", "dev"]
+    message = refused(capsys, "evaluate", *arguments, "--device", "cpu")
+    assert "dev.de" in message and "test.de" in message
+
+
+def test_an_unknown_corpus_is_named(capsys, model):
+    arguments = ["--model", model, "--corpus", "wmt14", "--device", "cpu"]
+    message = refused(capsys, "evaluate", *arguments)
+    assert "wmt14" in message and "multi30k" in message

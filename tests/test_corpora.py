@@ -1,0 +1,562 @@
+"""Text becomes tokens and comes back; wrong files are named, none is lost."""
+
+import gzip
+import hashlib
+import http.server
+import importlib.util
+import threading
+import urllib.request
+from collections import Counter
+
+import pytest
+
+import annotated_transformer as book
+
+# ---------------------------------------------------------------------- words
+
+
+@pytest.mark.parametrize(
+    "language, text",
+    [
+        ("de", "Ein Mann, der eine rote Weste trägt, sitzt in einem Boot."),
+        ("de", "Wohin geht's? Nach Hause!"),
+        ("de", "Ein Junge mit einem Giants-Trikot (Nr. 7) schläft."),
+        ("en", "A boy wearing headphones sits on a woman's shoulders."),
+        ("en", 'A sign that says "Stop" and a man who doesn\'t.'),
+        ("en", "They're here; we'll see: a well-known t-shirt (size 10)."),
+        ("en", "Dr. Smith paid 5.50, i.e. 50% more."),
+    ],
+)
+def test_a_sentence_survives_tokenizing(language, text):
+    words = book.tokenize(text, language)
+    assert book.detokenize(words) == text
+
+
+@pytest.mark.parametrize(
+    "language, text, words",
+    [
+        ("de", "Der Hund schläft.", "Der Hund schläft ."),
+        ("de", "Er kommt z.B. um 8 Uhr.", "Er kommt z.B. um 8 Uhr ."),
+        ("en", "He doesn't smile.", "He does n't smile ."),
+        ("en", "A t-shirt, red!", "A t - shirt , red !"),
+    ],
+)
+def test_punctuation_is_cut_off_and_abbreviations_are_not(
+    language, text, words
+):
+    assert book.tokenize(text, language) == words.split()
+
+
+@pytest.mark.parametrize("text", ["", "   ", "\t\n", "\u00a0"])
+def test_white_space_has_no_words(text):
+    assert book.tokenize(text, "de") == []
+
+
+def test_white_space_never_becomes_a_word():
+    words = book.tokenize(" the  man\n\nsleeps \t .", "en")
+    assert words == ["the", "man", "sleeps", "."]
+
+
+def test_a_language_without_rules_gets_general_ones_and_a_note(capsys):
+    assert book.tokenize("tlhIngan maH!", "tlh") == ["tlhIngan", "maH", "!"]
+    shown = capsys.readouterr()
+    assert "'tlh'" in shown.err and "general" in shown.err
+    assert shown.out == ""
+
+
+@pytest.mark.parametrize("language", ["de", "en"])
+def test_real_captions_survive_tokenizing(data, language):
+    lines = book.read_lines(data / "multi30k" / f"val.{language}.gz")
+    same = sum(
+        book.detokenize(book.tokenize(line, language)) == line
+        for line in lines
+    )
+    assert same / len(lines) >= 0.995
+
+
+# --------------------------------------------------------------- vocabularies
+
+SENTENCES = ["the dog sleeps .".split(), "the dog eats .".split()]
+
+
+def test_special_tokens_come_first():
+    vocabulary = book.Vocabulary.build(SENTENCES)
+    assert vocabulary.words[:4] == book.SPECIALS
+    places = [book.PAD, book.BOS, book.EOS, book.UNK]
+    assert places == [0, 1, 2, 3]
+
+
+def test_vocabulary_has_the_words_of_its_sentences_and_no_others():
+    words = book.Vocabulary.build(SENTENCES).words
+    assert Counter(words[4:]) == Counter("the dog sleeps eats .".split())
+    assert len(book.Vocabulary.build(SENTENCES)) == 4 + 5
+
+
+def test_rare_words_are_left_out():
+    words = book.Vocabulary.build(SENTENCES, min_count=2).words
+    assert set(words[4:]) == {"the", "dog", "."}
+
+
+def test_order_of_the_sentences_does_not_matter():
+    there = book.Vocabulary.build(SENTENCES)
+    back = book.Vocabulary.build(SENTENCES[::-1])
+    assert there.words == back.words
+
+
+def test_unknown_words_become_unk_and_the_end_is_marked():
+    vocabulary = book.Vocabulary.build(SENTENCES)
+    known = vocabulary.encode(["dog"])[0]
+    assert known > book.UNK
+    expected = [known, book.UNK, book.EOS]
+    assert vocabulary.encode(["dog", "cat"]) == expected
+    assert vocabulary.encode([]) == [book.EOS]
+
+
+def test_decode_undoes_encode():
+    vocabulary = book.Vocabulary.build(SENTENCES)
+    for sentence in SENTENCES:
+        *tokens, end = vocabulary.encode(sentence)
+        assert vocabulary.decode(tokens) == sentence
+        assert end == book.EOS
+
+
+@pytest.mark.parametrize("min_count", [1, 2])
+def test_text_that_looks_like_a_special_token_is_none(min_count):
+    text = [*book.SPECIALS, "dog"]
+    vocabulary = book.Vocabulary.build([text] * 3, min_count)
+    *tokens, end = vocabulary.encode(text)
+    assert not set(tokens) & {book.PAD, book.BOS, book.EOS}
+    assert Counter(vocabulary.words)["<pad>"] == 1
+    again = book.Vocabulary(vocabulary.words)  # as if saved and loaded
+    assert again.encode(text) == [*tokens, end]
+
+
+def test_the_test_set_adds_no_word_to_the_vocabulary(folder):
+    write(folder, test_de=["Zebra"], test_en=["zebra"])
+    train, _, _ = book.training_pairs(folder, "de", "en")
+    sizes = dict(N=1, d_model=8, d_ff=8, h=1)
+    translator = book.Translator.untrained(train, ("de", "en"), sizes)
+    assert translator.src_vocab.encode(["Zebra"])[0] == book.UNK
+    assert translator.tgt_vocab.encode(["zebra"])[0] == book.UNK
+
+
+# -------------------------------------------------------------- a single file
+
+
+def write(folder, **files):
+    """Write the lists of lines: train_de=[...] is the file train.de."""
+    for name, lines in files.items():
+        path = folder / name.replace("_", ".")
+        path.write_bytes("".join(f"{line}\n" for line in lines).encode())
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A corpus of 120 pairs, no two alike, and 3 for validation."""
+    numbers = range(120)
+    write(
+        tmp_path,
+        train_de=[f"Satz {n} ." for n in numbers],
+        train_en=[f"sentence {n} ." for n in numbers],
+        val_de=["eins", "zwei", "drei"],
+        val_en=["one", "two", "three"],
+    )
+    return tmp_path
+
+
+def refused(function, *arguments):
+    """The message of the InputError that the call must raise."""
+    with pytest.raises(book.InputError) as caught:
+        function(*arguments)
+    return str(caught.value)
+
+
+def test_plain_and_compressed_files_read_alike(tmp_path):
+    content = "Ärger über Öl\n\nletzte Zeile ohne Ende".encode()
+    (tmp_path / "plain.de").write_bytes(content)
+    (tmp_path / "packed.de.gz").write_bytes(gzip.compress(content))
+    plain = book.read_lines(tmp_path / "plain.de")
+    assert plain == ["Ärger über Öl", "", "letzte Zeile ohne Ende"]
+    assert book.read_lines(tmp_path / "packed.de.gz") == plain
+
+
+def test_files_from_windows_are_read_alike(tmp_path):
+    path = tmp_path / "windows.de"
+    path.write_bytes(b"\xef\xbb\xbf" + "Tür\r\nTor\r\n".encode())
+    assert book.read_lines(path) == ["Tür", "Tor"]
+
+
+@pytest.mark.parametrize("odd", ["\u2028", "\x0b", "\x0c", "\x85", "\x1c"])
+def test_only_line_ends_end_a_line(tmp_path, odd):
+    path = tmp_path / "odd.de"
+    path.write_bytes(f"eins{odd}zwei\ndrei\n".encode())
+    assert len(book.read_lines(path)) == 2
+
+
+@pytest.mark.parametrize("content", [b"", b"\n\n", b"  \n", b"\xef\xbb\xbf"])
+def test_an_empty_file_is_named(tmp_path, content):
+    path = tmp_path / "train.de"
+    path.write_bytes(content)
+    message = refused(book.read_lines, path)
+    assert str(path) in message and "empty" in message
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "utf-16"])
+def test_other_encodings_are_named_with_their_line(tmp_path, encoding):
+    path = tmp_path / "train.de"
+    good = b"eins\nzwei\n"
+    path.write_bytes(good + "Tür\n".encode(encoding))
+    message = refused(book.read_lines, path)
+    assert f"{path}, line 3" in message
+    assert "UTF-8" in message and "iconv" in message
+
+
+def test_other_encodings_are_found_in_compressed_files_too(tmp_path):
+    path = tmp_path / "train.de.gz"
+    path.write_bytes(gzip.compress("eins\nTür\n".encode("latin-1")))
+    assert f"{path}, line 2" in refused(book.read_lines, path)
+
+
+@pytest.mark.parametrize("kept", [0.5, 0.99])
+def test_a_truncated_compressed_file_is_named(tmp_path, kept):
+    path = tmp_path / "train.de.gz"
+    whole = gzip.compress("\n".join(map(str, range(5000))).encode())
+    path.write_bytes(whole[: int(kept * len(whole))])
+    assert str(path) in refused(book.read_lines, path)
+
+
+@pytest.mark.parametrize("content", [b"plain text\n", b"\x1f\x8b\x08junkjunk"])
+def test_a_file_that_is_only_called_gz_is_named(tmp_path, content):
+    path = tmp_path / "train.de.gz"
+    path.write_bytes(content)
+    assert str(path) in refused(book.read_lines, path)
+
+
+def test_damage_inside_a_compressed_file_is_named(tmp_path):
+    path = tmp_path / "train.de.gz"
+    content = bytearray(gzip.compress(bytes(range(97, 123)) * 50))
+    for i in range(12, 30):
+        content[i] ^= 0x5A
+    path.write_bytes(content)
+    assert str(path) in refused(book.read_lines, path)
+
+
+# --------------------------------------------------------------------- a part
+
+
+def test_pairs_are_lines_of_equal_number(folder):
+    pairs = book.read_pairs(folder, "val", "de", "en")
+    assert pairs == [("eins", "one"), ("zwei", "two"), ("drei", "three")]
+    back = book.read_pairs(folder, "val", "en", "de")
+    assert back == [(en, de) for de, en in pairs]
+
+
+def test_a_missing_file_is_named_beside_what_is_there(folder):
+    (folder / "train.en").unlink()
+    message = refused(book.read_pairs, folder, "train", "de", "en")
+    assert "train.en" in message and str(folder) in message
+    assert "train.de" in message.partition("there is")[2]
+
+
+def test_unequal_numbers_of_lines_are_both_named(folder):
+    write(folder, train_en=map(str, range(1234)))
+    message = refused(book.read_pairs, folder, "train", "de", "en")
+    assert "120 and 1,234" in message
+    assert "train.de" in message and "train.en" in message
+
+
+def test_an_empty_line_keeps_the_others_in_step(folder):
+    write(folder, val_en=["one", "", "three"])
+    pairs = book.read_pairs(folder, "val", "de", "en")
+    assert pairs == [("eins", "one"), ("zwei", ""), ("drei", "three")]
+
+
+def test_one_file_may_be_plain_and_the_other_compressed(folder):
+    expected = book.read_pairs(folder, "val", "de", "en")
+    plain = folder / "val.de"
+    packed = gzip.compress(plain.read_bytes())
+    (folder / "val.de.gz").write_bytes(packed)
+    plain.unlink()
+    assert book.read_pairs(folder, "val", "de", "en") == expected
+
+
+@pytest.mark.parametrize("name", ["nowhere", "a file"])
+def test_what_is_no_folder_is_named_with_what_would_do(tmp_path, name):
+    (tmp_path / "a file").write_text("x", encoding="utf-8")
+    corpus = str(tmp_path / name)
+    message = refused(book.corpus_part, corpus, "train", "de", "en")
+    assert corpus in message
+    for remedy in ("toy", "multi30k", "train.de", "train.en"):
+        assert remedy in message
+
+
+def test_toy_corpus_goes_both_ways():
+    there = book.corpus_part("toy", "test", "de", "en")
+    back = book.corpus_part("toy", "test", "en", "de")
+    first = book.toy_corpus()["test"][0]
+    assert there[0] == (first.de, first.en)
+    assert back == [(en, de) for de, en in there]
+    assert len(there) == 1000
+
+
+@pytest.mark.parametrize(
+    "part, src, tgt",
+    [
+        ("dev", "de", "en"),
+        ("test", "de", "fr"),
+        ("test", "fr", "en"),
+        ("test", "de", "de"),
+    ],
+)
+def test_what_the_toy_corpus_lacks_is_named(part, src, tgt):
+    message = refused(book.corpus_part, "toy", part, src, tgt)
+    assert f"{part} of {src}-{tgt}" in message
+    for remedy in ("de", "en", "train", "val", "test"):
+        assert remedy in message
+
+
+# --------------------------------------------------------- what training gets
+
+
+def test_training_pairs_are_tokenized_and_validation_is_text(folder):
+    train, val, report = book.training_pairs(folder, "de", "en")
+    assert list(train[7]) == [["Satz", "7", "."], ["sentence", "7", "."]]
+    assert val[0] == ("eins", "one")
+    assert "120 training pairs" in report and "3 for validation" in report
+    assert "left out" not in report
+
+
+def test_what_is_left_out_is_counted(folder):
+    german = ["kurz", "", "lang", "wort " * 101, "wort " * 100, " \t"]
+    english = ["short", "one", "  ", "word", "word " * 100, ""]
+    write(folder, train_de=german, train_en=english)
+    train, _, report = book.training_pairs(folder, "de", "en")
+    assert [len(de) for de, _ in train] == [1, 100]
+    assert "2 training pairs" in report
+    assert "3 with an empty side" in report
+    assert "1 with more than 100 words" in report
+
+
+def test_the_longer_side_decides_what_is_too_long(folder):
+    write(folder, train_de=["a", "b"], train_en=["a", "b c d e"])
+    train, _, report = book.training_pairs(folder, "de", "en", max_words=3)
+    assert len(train) == 1
+    assert "1 with more than 3 words" in report
+
+
+def texts(train):
+    return {" ".join(src) for src, _ in train}
+
+
+def test_without_validation_files_some_training_pairs_are_held_out(folder):
+    for path in folder.glob("val.*"):
+        path.unlink()
+    train, val, report = book.training_pairs(folder, "de", "en")
+    held = {src for src, _ in val}
+    assert not texts(train) & held
+    assert texts(train) | held == {f"Satz {n} ." for n in range(120)}
+    assert len(val) == 3
+    assert "taken from the training set" in report
+
+
+def test_at_most_a_thousand_pairs_are_held_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(book, "tokenize", lambda text, _: [text])  # quicker
+    lines = [f"w{n}" for n in range(60_000)]
+    write(tmp_path, train_de=lines, train_en=lines)
+    train, val, _ = book.training_pairs(tmp_path, "de", "en")
+    assert len(val) == 1000 and len(train) == 59_000
+    assert not texts(train) & {src for src, _ in val}
+
+
+@pytest.mark.parametrize("missing", ["val.de", "val.en"])
+def test_half_a_validation_set_is_an_error(folder, missing):
+    (folder / missing).unlink()
+    message = refused(book.training_pairs, folder, "de", "en")
+    assert missing in message
+
+
+def test_nothing_to_train_on_is_an_error(folder):
+    write(folder, train_de=["", "a"], train_en=["a", ""])
+    assert str(folder) in refused(book.training_pairs, folder, "de", "en")
+
+
+def test_a_folder_may_be_named_by_text(folder):
+    assert book.training_pairs(str(folder), "de", "en") == (
+        book.training_pairs(folder, "de", "en")
+    )
+
+
+def test_another_script_goes_through(data, capsys):
+    book.tokenizer.cache_clear()
+    folder = str(data / "ko-en")
+    train, val, report = book.training_pairs(folder, "ko", "en")
+    assert len(train) > 3000 and len(val) == 75
+    assert all(src and tgt for src, tgt in train)
+    assert "training pairs" in report
+    if importlib.util.find_spec("natto") is None:
+        note = capsys.readouterr().err
+        assert "'ko'" in note and "general" in note
+    hangul = [w for src, _ in train for w in src if "가" <= w[0] <= "힣"]
+    assert len(hangul) > 20_000
+
+
+# ------------------------------------------------------------------ downloads
+
+CONTENT = gzip.compress(b"eins\nzwei\n", mtime=0)
+NAME = "train.de.gz"
+
+
+class Host(http.server.BaseHTTPRequestHandler):
+    """Serves CONTENT under good/, and something else elsewhere."""
+
+    def do_GET(self):
+        kind = self.path.split("/")[1]
+        self.server.requests.append(self.path)
+        if kind == "missing":
+            return self.send_error(404)
+        body = b"other bytes" if kind == "wrong" else CONTENT
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body[:9] if kind == "broken" else body)
+
+    def log_message(self, *arguments):
+        """Say nothing."""
+
+
+@pytest.fixture(scope="module")
+def server():
+    """A host on this machine; `requests` lists what it was asked for."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Host) as server:
+        server.requests = []
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def host(server, monkeypatch):
+    """Addresses of the host by kind, where NAME's digest is CONTENT's."""
+    digest = hashlib.sha256(CONTENT).hexdigest()
+    monkeypatch.setitem(book.MULTI30K_DIGESTS, NAME, digest)
+    monkeypatch.setenv("no_proxy", "*")
+    server.requests.clear()
+    port = server.server_address[1]
+    return lambda kind: f"http://127.0.0.1:{port}/{kind}/"
+
+
+def test_a_file_is_downloaded_whole_and_alone(host, tmp_path):
+    folder = tmp_path / "new" / "folder"
+    path = book.fetch(NAME, folder, [host("good")])
+    assert path == folder / NAME
+    assert path.read_bytes() == CONTENT
+    assert list(folder.iterdir()) == [path]
+    assert book.read_lines(path) == ["eins", "zwei"]
+
+
+BAD = ["missing", "wrong", "broken"]
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_after_a_bad_host_the_next_is_asked(host, server, tmp_path, bad):
+    path = book.fetch(NAME, tmp_path, [host(bad), host("good")])
+    assert path.read_bytes() == CONTENT
+    assert list(tmp_path.iterdir()) == [path]
+    assert server.requests == [f"/{bad}/{NAME}", f"/good/{NAME}"]
+
+
+def test_after_a_good_host_no_other_is_asked(host, server, tmp_path):
+    book.fetch(NAME, tmp_path, [host("good"), host("wrong")])
+    assert server.requests == [f"/good/{NAME}"]
+
+
+def test_a_host_that_does_not_answer_is_passed_over(host, tmp_path):
+    nobody = "http://127.0.0.1:9/"  # the port of the discard protocol
+    path = book.fetch(NAME, tmp_path, [nobody, host("good")])
+    assert path.read_bytes() == CONTENT
+
+
+def test_if_all_hosts_fail_each_is_named_and_the_remedy(host, tmp_path):
+    hosts = [host(bad) for bad in BAD]
+    message = refused(book.fetch, NAME, tmp_path, hosts)
+    for address in hosts:
+        assert address + NAME in message
+    assert "404" in message and "SHA-256" in message
+    assert "--corpus FOLDER" in message
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_is_there_is_not_asked_for(host, server, tmp_path):
+    (tmp_path / NAME).write_bytes(CONTENT)
+    path = book.fetch(NAME, tmp_path, [host("good")])
+    assert path.read_bytes() == CONTENT
+    assert server.requests == []
+
+
+def test_a_wrong_file_that_is_there_is_named_and_kept(host, server, tmp_path):
+    path = tmp_path / NAME
+    path.write_bytes(b"mine")
+    message = refused(book.fetch, NAME, tmp_path, [host("good")])
+    assert str(path) in message and "delete" in message
+    assert path.read_bytes() == b"mine"
+    assert server.requests == []
+
+
+@pytest.fixture
+def no_network(monkeypatch):
+    def urlopen(*arguments, **options):
+        raise AssertionError(f"asked the network: {arguments}")
+
+    monkeypatch.setattr(urllib.request, "urlopen", urlopen)
+
+
+@pytest.mark.parametrize(
+    "part, src, tgt, missing",
+    [
+        ("test_1999", "de", "en", "test_1999.de.gz"),
+        ("train", "xx", "en", "train.xx.gz"),
+        ("train", "de", "xx", "train.xx.gz"),
+    ],
+)
+def test_what_multi30k_lacks_is_named_before_any_download(
+    no_network, tmp_path, monkeypatch, part, src, tgt, missing
+):
+    monkeypatch.chdir(tmp_path)
+    message = refused(book.corpus_part, "multi30k", part, src, tgt)
+    assert missing in message
+    assert "test_2016_flickr" in message  # what it has
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_multi30k_put_in_place_needs_no_network(
+    no_network, data, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    place = tmp_path / "data" / "multi30k"
+    place.mkdir(parents=True)
+    for name in ("val.de.gz", "val.en.gz"):
+        content = (data / "multi30k" / name).read_bytes()
+        (place / name).write_bytes(content)
+    pairs = book.corpus_part("multi30k", "val", "de", "en")
+    assert len(pairs) == 1014
+    assert pairs[1] == (
+        "Ein Mann schläft in einem grünen Raum auf einem Sofa.",
+        "A man sleeping in a green room on a couch.",
+    )
+
+
+def test_digests_are_those_that_were_published(data):
+    listing = (data / "multi30k" / "PUBLIC_SHA256SUMS").read_text("utf-8")
+    public = {
+        name: digest for digest, name in map(str.split, listing.splitlines())
+    }
+    assert len(book.MULTI30K_DIGESTS) == 15
+    assert book.MULTI30K_DIGESTS.items() <= public.items()
+
+
+def test_hosts_are_several_and_asked_over_https():
+    assert len(book.MULTI30K_HOSTS) >= 2
+    for address in book.MULTI30K_HOSTS:
+        assert address.startswith("https://") and address.endswith("/")

@@ -1,0 +1,135 @@
+"""The shape comments in the source say what the tensors really are."""
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import annotated_transformer as book
+
+SOURCE = Path(book.__file__)
+COMMENT = re.compile(r"#.*?\(([^()]*)\)")
+GLOBAL = {"D": 16, "H": 2, "K": 8, "F": 24, "V": 14}  # the same everywhere
+SHRINKING = {"rows", "A"}  # not the same size throughout a call
+
+
+def dimensions(text):
+    """The words of "B, T, D", or None if it is no list of dimensions."""
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    legal = re.compile(r"\.\.\.|[A-Z](/\d)?( \+ 1)?|\d+|rows")
+    return words if words and all(map(legal.fullmatch, words)) else None
+
+
+def commented_lines():
+    """{line: (variable or None for a return, dimensions)} of the source."""
+    text = SOURCE.read_text(encoding="utf-8")
+    lines, found = text.splitlines(), {}
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.Assign | ast.Return):
+            continue
+        comment = COMMENT.search(lines[node.end_lineno - 1])
+        wanted = comment and dimensions(comment[1])
+        if wanted is None:
+            continue
+        if isinstance(node, ast.Return):
+            found[node.lineno] = (None, wanted)
+        elif isinstance(node.targets[0], ast.Name):
+            found[node.lineno] = (node.targets[0].id, wanted)
+    return found
+
+
+class ShapeTracer:
+    """Compares each commented variable with its comment as the code runs."""
+
+    def __init__(self):
+        self.comments = commented_lines()
+        self.seen, self.wrong = set(), []
+
+    def __call__(self, frame, event, argument):
+        if frame.f_code.co_filename != str(SOURCE):
+            return None
+        letters, pending = {}, []
+
+        def local(frame, event, argument):
+            while pending and event in ("line", "return"):
+                line = pending.pop()
+                name, wanted = self.comments[line]
+                value = argument if name is None else frame.f_locals.get(name)
+                self.compare(line, value, wanted, letters)
+            if event == "line" and frame.f_lineno in self.comments:
+                pending.append(frame.f_lineno)
+            return local
+
+        return local
+
+    def compare(self, line, value, wanted, letters):
+        if isinstance(value, tuple):
+            value = value[0]
+        if not isinstance(value, torch.Tensor):
+            return
+        shape = list(value.shape)
+        if wanted[0] == "...":
+            wanted = wanted[1:]
+            shape = shape[len(shape) - len(wanted) :]
+        self.seen.add(line)
+        fits = len(shape) == len(wanted)
+        for word, size in zip(wanted, shape):
+            if word in SHRINKING:
+                continue
+            letter, _, rest = word.partition(" + ")
+            letter, _, part = letter.partition("/")
+            size = (size - int(rest or 0)) * int(part or 1)
+            known = GLOBAL | letters
+            letters.setdefault(letter, size)
+            if letter.isdigit():
+                fits &= size == int(letter)
+            else:
+                fits &= known.get(letter, size) == size
+        if not fits:
+            self.wrong.append(f"line {line}: {wanted} is {shape}")
+
+
+def run_everything():
+    """One pass through the model, its loss and its decoding."""
+    sizes = dict(N=2, d_model=16, d_ff=24, h=2, dropout=0.1)
+    model = book.Transformer(book.Config(14, 14, **sizes))
+    rows = [[4, 5, 6, 7], [5, 6], [7, 8, 9]]
+    pairs = [([*r, book.EOS], [book.BOS, *r, 4, book.EOS]) for r in rows]
+    batch = next(book.stream(pairs, 100))
+    book.backward(model, batch, batch.count(), 0.1)
+    model(batch.src, batch.read)
+    book.greedy(model, batch.src, extra=2)
+    book.layer_norm(torch.randn(3, 16), 1.0, 0.0)
+    book.positional_encoding(9, 16)
+
+
+@pytest.fixture(scope="module")
+def tracer():
+    tracer = ShapeTracer()
+    before = sys.gettrace()
+    sys.settrace(tracer)
+    try:
+        run_everything()
+    finally:
+        sys.settrace(before)
+    return tracer
+
+
+def test_shapes_are_as_commented(tracer):
+    assert tracer.wrong == []
+
+
+def test_most_shape_comments_are_compared(tracer):
+    assert len(tracer.seen) >= 25
+
+
+def test_a_wrong_comment_is_noticed():
+    tracer = ShapeTracer()
+    line = next(iter(tracer.comments))
+    tracer.compare(line, torch.zeros(3, 16), ["B", "F"], {})
+    tracer.compare(line, torch.zeros(3, 16), ["B", "T", "D"], {})
+    tracer.compare(line, torch.zeros(3, 4), ["B", "B"], {})
+    assert len(tracer.wrong) == 3
