@@ -21,9 +21,9 @@
 # ## Start here
 #
 # **Read.** From top to bottom. A cell of code is there to be read, not
-# skipped: most have ten lines or fewer. Text marked *Differs from the
-# paper* says where we depart from it and why; everything else is the
-# paper's own default.
+# skipped: they are short, and a sentence before each says what it is for.
+# Text marked *Differs from the paper* says where we depart from it and why;
+# everything else is the paper's own default.
 #
 # **Run.** As a notebook, each example shows its result as you pass it.
 # As a script, `python annotated_transformer.py` learns to copy sequences
@@ -54,6 +54,10 @@
 # | S | the source sentence, in tokens | | H | the heads, `h` |
 # | T | the target sentence, in tokens | | K | one head, `d_k` = D / H |
 # | V | the vocabulary | | F | the hidden layer, `d_ff` |
+# | R | rows of a loss | | A | sentences still being written |
+#
+# N is the number of layers. K and V are also the keys and values, as in the
+# paper, and `F` is also `torch.nn.functional`, as everywhere.
 #
 # Masks are boolean, and **True means "may attend"**, everywhere.
 
@@ -68,6 +72,7 @@ import contextlib
 import functools
 import gzip
 import hashlib
+import http.client
 import itertools
 import json
 import math
@@ -149,11 +154,11 @@ class InputError(ValueError):
 # %% [markdown]
 # ### How the charts are drawn
 #
-# Three helpers draw nearly every picture of this book with Altair: `lines`,
-# `bars` and `heatmaps`. You may skip this cell; it is about ink, not about
-# attention. Colours are the Okabe-Ito palette and the cividis map, which
-# people with any colour vision can tell apart, and a dash always says the
-# same as a colour. Every chart carries a description in words. It is
+# Two helpers draw nearly every picture of this book with Altair:
+# `line_chart` and `heat_maps`. You may skip this cell; it is about ink, not
+# about attention. Colours are the Okabe-Ito palette and the cividis map,
+# which people with any colour vision can tell apart, and a dash always says
+# the same as a colour. Every chart carries a description in words. It is
 # stored both as a live chart and as an image, so it shows without network
 # and where scripts are not allowed.
 
@@ -195,7 +200,7 @@ def altair():
 
     alt.renderers.register("book", render)
     alt.renderers.enable("book")
-    alt.data_transformers.enable("default", max_rows=5000)
+    alt.data_transformers.enable("default", max_rows=20_000)
     return alt
 
 
@@ -205,7 +210,7 @@ def altair():
 
 
 # %%
-def table(**columns):
+def frame(**columns):
     """Columns of equal length as a pandas table, one row a point."""
     import pandas
 
@@ -217,10 +222,10 @@ def table(**columns):
 
 
 # %%
-def lines(series, x, y, title, description, log=()):
+def line_chart(series, x, y, title, description, log=()):
     """Lines from {name: (xs, ys)}; axes named in `log` are logarithmic."""
     alt = altair()
-    data = table(
+    data = frame(
         line=[name for name, (xs, _) in series.items() for _ in xs],
         x=[x for xs, _ in series.values() for x in xs],
         y=[float(y) for _, ys in series.values() for y in ys],
@@ -245,28 +250,11 @@ def lines(series, x, y, title, description, log=()):
 
 
 # %% [markdown]
-# Bars, for a few numbers:
-
-
-# %%
-def bars(values, x, y, title, description):
-    """Horizontal bars from {name: value}, in the order given."""
-    alt = altair()
-    data = table(name=list(values), value=list(values.values()))
-    return (
-        alt.Chart(data, title=title, height=30 * len(values))
-        .mark_bar(color=PALETTE[0])
-        .encode(alt.X("value:Q", title=x), alt.Y("name:N", sort=None, title=y))
-        .properties(description=description)
-    )
-
-
-# %% [markdown]
 # Heat maps, for matrices with a word at each row and column:
 
 
 # %%
-def heatmaps(panels, x, y, title, description, **options):
+def heat_maps(panels, x, y, title, description, **options):
     """Matrices {name: (matrix, row labels, column labels)} side by side.
 
     All panels share one colour scale. `options`: `domain` (default 0 to
@@ -285,7 +273,7 @@ def heatmaps(panels, x, y, title, description, **options):
         down = [f"{i}|{token}" for i, token in enumerate(rows)]
         across = [f"{i}|{token}" for i, token in enumerate(columns)]
         cells = list(itertools.product(down, across))
-        data = table(
+        data = frame(
             row=[r for r, _ in cells],
             column=[c for _, c in cells],
             value=[round(float(v), 4) for v in matrix.flatten()],
@@ -326,7 +314,8 @@ def heatmaps(panels, x, y, title, description, **options):
 # price is a table of all pairs, so the work grows with the square of the
 # length. Table 1 of the paper counts the operations. Here they are for a
 # caption of 14 words and for a page of 1,000, at the width d = 512 of the
-# paper's base model and with convolutions of width 3.
+# paper's base model and with convolutions of width 3 (with gaps that grow
+# from layer to layer, so that log₃ n layers span n words).
 
 
 # %%
@@ -457,15 +446,17 @@ class Config:
 # %% [markdown]
 # ### 3.1 Encoder and decoder stacks
 #
-# The paper claims that six layers can be trained if each sub-layer is
-# wrapped in a *residual connection* followed by *layer normalization*:
+# The paper stacks six layers, and wraps each sub-layer of them in a
+# *residual connection* followed by *layer normalization*:
 #
 # $$\mathrm{LayerNorm}(x + \mathrm{Sublayer}(x))$$
 #
 # The residual lets a layer add a small correction instead of saying
 # everything anew. The normalization keeps the numbers in range: it gives
 # each position, by itself, mean 0 and variance 1, then lets the model
-# choose a gain *g* and a bias *b* for each dimension:
+# choose a gain *g* and a bias *b* for each dimension. (μ and σ² are the
+# mean and variance of x, ε = 10⁻⁵ keeps the root from being 0, and ⊙
+# multiplies component by component.)
 #
 # $$\mathrm{LayerNorm}(x) = g \odot \frac{x - \mu}{\sqrt{\sigma^2 +
 # \varepsilon}} + b$$
@@ -517,7 +508,7 @@ def layer_norm_equals_torch():
 # %% [markdown]
 # Why write it by hand at all? To know what it does. Now that the two are
 # shown equal, the model uses `nn.LayerNorm`, which makes one pass over
-# memory where our five lines make several.
+# memory where our three lines make several.
 #
 # #### Post-norm and pre-norm
 #
@@ -529,7 +520,9 @@ def layer_norm_equals_torch():
 # final norm; a post-norm stack has none. Here the paper's order is the
 # default, and `norm_first=True` selects the other.
 #
-# Dropout (Section 5.4) falls on the sub-layer's output, before the sum.
+# *Dropout* falls on the sub-layer's output, before the sum. In training it
+# sets each number to 0 with probability p and divides the others by 1 − p,
+# so that nothing may rely on a single number; in use it does nothing.
 
 
 # %%
@@ -629,7 +622,8 @@ class Stack(nn.Module):
 # #### 3.2.1 Scaled dot-product attention
 #
 # With the queries as rows of Q, and keys and values as rows of K and V
-# (Equation 1):
+# (Equation 1), where the softmax turns a row of scores into shares: e to
+# each score, divided by their sum.
 #
 # $$\mathrm{Attention}(Q, K, V) =
 # \mathrm{softmax}\!\left(\frac{QK^\top}{\sqrt{d_k}}\right)V$$
@@ -644,6 +638,8 @@ class Stack(nn.Module):
 # score by the lowest number there is, before the softmax, so that its
 # weight comes out as exactly zero. Not by minus infinity: a row that may
 # look nowhere would then be 0/0, and one NaN soon spreads everywhere.
+# (*Differs from the paper*, which writes −∞. Wherever a query may look
+# anywhere at all, the result is the same.)
 
 
 # %%
@@ -731,7 +727,7 @@ def why_divide_by_the_root():
         scaled.append(largest_weight(products / math.sqrt(d_k)))
         print(f"d_k {d_k:5}   variance of q·k {products.var():7.1f}")
     undivided, divided = (widths, raw), (widths, scaled)
-    return lines(
+    return line_chart(
         {"softmax(q·k)": undivided, "softmax(q·k / √d_k)": divided},
         "d_k (log scale)",
         "largest of 16 weights",
@@ -841,10 +837,9 @@ def multi_head_attention_equals_torch():
 
 
 # %% [markdown]
-# **It is one sum over all pairs.** Attention without positions knows no
-# order: exchange two rows of the input, and the same two rows of the
-# output are exchanged. This is called permutation equivariance, and it
-# is why Section 3.5 must add positions.
+# **Attention knows no order.** Without positions, exchange two rows of the
+# input, and the same two rows of the output are exchanged. This is called
+# permutation equivariance, and it is why Section 3.5 must add positions.
 
 
 # %%
@@ -914,7 +909,7 @@ def masks_of_a_padded_batch():
         square = target_mask(tgt)[i, 0]  # (T, T)
         panels[f"source mask, {who}"] = (source, ["any query"], keys)
         panels[f"target mask, {who}"] = (square, words, words)
-    return heatmaps(
+    return heat_maps(
         panels,
         "key",
         "query",
@@ -991,7 +986,8 @@ def feed_forward_is_two_convolutions():
 # near variance 1. So we draw components with variance 1/D. As an input,
 # such a row would have components of about 0.04 (for D = 512) and drown
 # beside the positional encoding, whose components lie between −1 and 1.
-# Times √D they have variance 1. Dividing would make it 512 times worse.
+# Times √D they have variance 1. Dividing by √D instead would leave them
+# 512 times smaller than that.
 
 
 # %%
@@ -1039,7 +1035,8 @@ def scale_of_embeddings():
 #
 # Think of the hands of many clocks. The first goes round once in 2π ≈ 6.3
 # words and tells neighbours apart. The last takes about 10,000·2π words,
-# so no sentence is long enough to see the same time twice. By hand, with
+# so no sentence is long enough to see the same time twice; the 10,000 is a
+# choice, only large enough for that. By hand, with
 # D = 4: position 1 is (sin 1, cos 1, sin 0.01, cos 0.01) = (0.841, 0.540,
 # 0.010, 1.000).
 #
@@ -1069,7 +1066,7 @@ def encoding_by_hand():
 
 # %% [markdown]
 # The module computes the table once and grows it when a longer sentence
-# comes, so there is no longest sentence. It belongs to no checkpoint.
+# comes, so there is no longest sentence. It is not saved with the model.
 
 
 # %%
@@ -1099,7 +1096,7 @@ class PositionalEncoding(nn.Module):
 def positional_waves():
     encoding = positional_encoding(100, 20)
     places = list(range(100))
-    return lines(
+    return line_chart(
         {
             f"dimension {d}": (places, encoding[:, d].tolist())
             for d in (4, 5, 8, 12)
@@ -1119,7 +1116,7 @@ def positional_waves():
 # %%
 @example
 def positional_heat_map():
-    return heatmaps(
+    return heat_maps(
         {"": (positional_encoding(40, 64).T, range(64), range(40))},
         "position",
         "dimension",
@@ -1236,8 +1233,8 @@ def parameter_count(model):
 # How large are they? By hand, for base with 37,000 words: an attention has
 # 4·512² = 1.05 million weights, a feed-forward network 2.10 million. Six
 # encoder layers have one of each, six decoder layers two attentions and
-# one network: 18.9 + 25.2 = 44.1 million. With the embedding's 18.9
-# million, and few biases and norms, that is 63.0 million.
+# one network: 18.87 + 25.17 = 44.04 million. With the embedding's 18.94
+# million, and 0.06 million of biases and norms, that is 63.0 million.
 
 
 # %%
@@ -1268,12 +1265,15 @@ def parameter_count_is_the_formula():
 
 
 # %% [markdown]
-# The paper prints 65 and 213 million. The rest is its vocabulary, which it
-# gives as "about 37,000": base reaches 65 million with some 40,800 words.
+# The paper prints 65 and 213 million; ours have 63.0 and 214.2. Its
+# vocabulary, "about 37,000" words, does not explain both: base would need
+# some 40,800, big some 35,800. How it counted, it does not say.
 #
 # **What does an untrained model say?** Nothing sensible, of course, but
-# it should be *undecided*. If it gave all V words the same chance, its
-# loss would be ln V. Ours, with V = 14, should start near ln 14 = 2.64.
+# it should be *undecided*. The *loss* of a word is −ln of the probability
+# that the model gave to the right word (the *cross-entropy*). If all V
+# words had the same chance, it would be ln V. Ours, with V = 14, should
+# start near ln 14 = 2.64.
 
 
 # %%
@@ -1316,9 +1316,9 @@ def an_untrained_model():
 #
 # The strongest check there is: copy our weights into
 # `torch.nn.Transformer`, written by others, and compare outputs and
-# gradients, in both norm orders. Two things must be told to torch's
-# module. It adds a final norm even when post-norm, which the paper does
-# not have. And its attention has biases; they start at zero and stay.
+# gradients, in both norm orders. There are two differences. With post-norm,
+# torch's stacks still add a final norm, which the paper lacks, so we remove
+# it. And its attention has biases; they start at zero and change nothing.
 
 
 # %%
@@ -1361,8 +1361,8 @@ def copy_attention(ours, theirs):
 # %% [markdown]
 # The check runs on a padded batch, in double precision, with all weights
 # drawn at random (norms and biases too, which start at 1 and 0). It
-# compares the states of the real positions and the gradients of all
-# inputs and of the attention weights.
+# compares the states of the real positions, and the gradients of both
+# inputs and of one projection, W_O of the first encoder layer.
 
 
 # %%
@@ -1491,7 +1491,7 @@ def gradient_by_layer(norm_first, N=12):
 def gradients_of_both_orders():
     layers = list(range(1, 13))
     post, pre = gradient_by_layer(False), gradient_by_layer(True)
-    return lines(
+    return line_chart(
         {"post-norm": (layers, post), "pre-norm": (layers, pre)},
         "decoder layer (12 is next to the output)",
         "gradient norm of W_1",
@@ -1502,6 +1502,11 @@ def gradients_of_both_orders():
 
 
 # %% [markdown]
+# **What to notice.** With post-norm the last layer's gradient is 35 times
+# the first's (1.10 against 0.03); with pre-norm the largest is less than
+# twice the smallest. A large first step would ruin the last layers of a
+# post-norm stack, so its learning rate must start small.
+#
 # ## 5 Training
 #
 # ### 5.1 Batches
@@ -1578,7 +1583,8 @@ def token_batches(widths, max_tokens, generator=None):
             groups.append(group)
             group = []
         group.append(i)
-    groups.append(group)
+    if group:
+        groups.append(group)
     order = torch.randperm(len(groups), generator=generator)
     return [groups[i] for i in order]
 
@@ -1689,8 +1695,11 @@ def gpu_load():
 # %% [markdown]
 # ### 5.3 Optimizer
 #
-# Adam with β₁ = 0.9, β₂ = 0.98 and ε = 10⁻⁹, and a learning rate that
-# first rises and then falls (Equation 3):
+# Adam is gradient descent in which the step of each weight is scaled by
+# running means of its gradient (over some 1/(1 − β₁) = 10 updates) and of
+# the gradient's square (over 50). The paper uses it with β₁ = 0.9, β₂ =
+# 0.98 and ε = 10⁻⁹, and a learning rate that first rises and then falls
+# (Equation 3):
 #
 # $$lrate = d_{model}^{-0.5} \cdot \min(n^{-0.5},\; n \cdot w^{-1.5})$$
 #
@@ -1716,10 +1725,10 @@ def learning_rate(n, d_model=512, warmup=4000, factor=1.0):
 # %%
 def adam(model):
     """The paper's Adam; `training` sets the rate before each update."""
-    weights = model.parameters()
-    return torch.optim.Adam(
-        weights, lr=0.0, betas=(0.9, 0.98), eps=1e-9, fused=True
-    )
+    weights = list(model.parameters())
+    fused = weights[0].device.type in ("cpu", "cuda")  # one pass, same numbers
+    betas = (0.9, 0.98)
+    return torch.optim.Adam(weights, lr=0, betas=betas, eps=1e-9, fused=fused)
 
 
 # %% [markdown]
@@ -1734,7 +1743,7 @@ def learning_rate_curves():
         f"d_model {d}, warm-up {w:,}": (n, [learning_rate(i, d, w) for i in n])
         for d, w in ((512, 4000), (512, 8000), (1024, 4000))
     }
-    return lines(
+    return line_chart(
         curves,
         "update n",
         "learning rate",
@@ -1815,7 +1824,7 @@ def picture_of_smoothed_targets():
     labels = torch.tensor([5, 7, 4, EOS, PAD])
     words = DIGITS[:8]
     matrix = smoothed_targets(labels, len(words), smoothing=0.4)
-    return heatmaps(
+    return heat_maps(
         {"": (matrix, [words[label] for label in labels], words)},
         "probability wanted for",
         "label",
@@ -1844,7 +1853,7 @@ def loss_against_confidence(vocab=100):
         targets[0] += 1 - smoothing
         loss = -(targets * logits.log_softmax(-1)).sum(-1)
         curves[f"smoothing {smoothing}"] = (p.tolist(), loss.tolist())
-    return lines(
+    return line_chart(
         curves,
         "probability of the right word",
         "loss",
@@ -1856,9 +1865,11 @@ def loss_against_confidence(vocab=100):
 
 # %% [markdown]
 # **What to notice.** With ε = 0.1 the loss is least where p = 0.901, the
-# target itself, and is never 0. This is why a smoothed loss must not be
-# reported as perplexity. The paper says so: smoothing hurts perplexity,
-# but improves BLEU.
+# target itself, and is never 0. For this reason we never report a smoothed
+# loss as perplexity (e to the mean loss: among how many words the model
+# hesitates). The paper notes a price: smoothing hurts perplexity, since the
+# model learns to be less sure, but improves accuracy and BLEU, a score of
+# translations that we meet below.
 
 
 # %%
@@ -1914,7 +1925,7 @@ class Recipe:
     warmup: int = 4000  # updates
     factor: float = 1.0  # on the learning rate
     smoothing: float = 0.1
-    batch_tokens: int = 25_000  # padded target positions in an update
+    batch_tokens: int = 25_000  # padded places, longer side, in an update
     max_tokens: int = 4096  # of them at once; the rest is accumulated
     clip: float | None = None  # largest gradient norm; the paper has none
     seed: int = 0
@@ -1927,6 +1938,8 @@ class Recipe:
         for name in ("steps", "warmup", "batch_tokens", "max_tokens"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} must be at least 1")
+        if self.max_tokens > self.batch_tokens:
+            raise InputError("max_tokens must not exceed batch_tokens")
         if not 0 <= self.smoothing < 1:
             raise InputError("smoothing must be in [0, 1)")
 
@@ -1941,13 +1954,14 @@ class Recipe:
 # all, are both common, and wrong.
 #
 # **The loss, a slice at a time.** For 4,096 positions and 10,000 words the
-# logits are 164 megabytes, and the softmax and its gradient walk over
-# them several times. On a processor this takes half of the whole update,
-# most of it waiting for memory. But each row of logits needs only its own
-# state. So we cut the states into slices, and for each slice compute
-# logits, loss and gradient while they still lie in the cache. The slices'
-# gradients together are the gradient at the states, from which
-# `backward` goes on. Padding is left out from the start.
+# logits are 164 megabytes, and the softmax and its gradient walk over them
+# several times. On a processor this takes half of the whole update, most of
+# it waiting for memory. But each row of logits needs only its own state. So
+# we cut the states into slices, and for each slice compute logits, loss and
+# gradient while they still lie in the cache. The slices' gradients together
+# are the gradient at the states, from which `backward` goes on. (The loss
+# is torch's own, shown equal to ours above.) Padding is left out from the
+# start.
 
 
 # %%
@@ -2099,7 +2113,8 @@ def progress(updates, recipe, done=0, title="training"):
 # Each sentence stops at its own `</s>`; sentences that have ended leave
 # the batch, and when all have, we are done. The paper allows an output
 # 50 words longer than its source (Section 6.1); the limit is counted for
-# each sentence, so that its company in the batch plays no part.
+# each sentence, so that its company in the batch plays no part. `<pad>`,
+# `<s>` and `<unk>` are never written.
 #
 # The model must be in evaluation mode. To make sure, it is put there, and
 # put back after.
@@ -2226,7 +2241,8 @@ def train_copy(seed=0, device="cpu"):
 
 
 # %% [markdown]
-# The seed fixes everything, so you will see this very curve.
+# The seed fixes all random choices. On another processor or another version
+# of PyTorch the last digits may differ, and so the number of updates.
 
 
 # %%
@@ -2243,7 +2259,7 @@ def the_copy_task():
     src = pad([digits("31415926")])
     print("source", *(DIGITS[t] for t in src[0]))
     print("output", *(DIGITS[t] for t in greedy(model, src)[0]))
-    return lines(
+    return line_chart(
         {"training": (range(1, len(losses) + 1), losses)},
         "update",
         "smoothed loss per token",
@@ -2940,7 +2956,10 @@ def tokenize(text, language):
 
 
 def detokenize(words):
-    """Words -> text, with spaces where English and German put them."""
+    """Words -> text, with spaces where English and German put them.
+
+    A dash between spaces becomes a hyphen: as tokens they look alike.
+    """
     text = " ".join(words)
     text = re.sub(r" ([.,;:!?%)\]])", r"\1", text)
     text = re.sub(r"([(\[]) ", r"\1", text)
@@ -2958,11 +2977,12 @@ def words_of_a_sentence():
 
 # %% [markdown]
 # A vocabulary numbers the words of the *training* set; a word of the test
-# set that never occurred there is `<unk>`, as it would be in life. Words
-# seen only once are left out too, so that `<unk>` occurs in training and
-# the model learns what to do with it. torchtext's `Vocab` counts, sorts
-# and cuts. We keep only its list of words, which is all that a saved
-# model needs.
+# set that never occurred there is `<unk>`, as it would be in life. In a real
+# corpus, words seen only once are left out too (`min_count=2`), so that
+# `<unk>` occurs in training and the model learns what to do with it. (The
+# generated corpus keeps all its words, so there it never learns.)
+# torchtext's `Vocab` counts, sorts and cuts. We keep only its list of
+# words, which is all that a saved model needs.
 
 
 # %%
@@ -3040,7 +3060,7 @@ class Translator:
         full = [i for i, words in enumerate(sentences) if words]
         kept = [lengths[i] for i in full]
         fixed = torch.Generator()  # leaves the caller's random numbers alone
-        for group in token_batches(kept, max_tokens, fixed) if full else []:
+        for group in token_batches(kept, max_tokens, fixed):
             rows = [full[i] for i in group]
             src = pad([sources[i] for i in rows]).to(device)
             for i, output in zip(rows, greedy(self.model, src)):
@@ -3061,7 +3081,9 @@ class Translator:
 # sacreBLEU's word for it, so that our numbers can be compared with others.
 # It is measured on what the model writes *freely*. Feeding it the true
 # words while it writes would give a much better number, and a
-# meaningless one.
+# meaningless one. (And why is your BLEU not the paper's 28? Because it
+# is of another test set. Scores of different texts, tokenizations or letter
+# cases cannot be compared.)
 
 
 # %%
@@ -3149,7 +3171,7 @@ def toy_translator(seed=0):
 @example
 def learning_german():
     translator, losses = toy_translator()
-    return lines(
+    return line_chart(
         {"training": (range(1, len(losses) + 1), losses)},
         "update",
         "smoothed loss per token",
@@ -3160,6 +3182,10 @@ def learning_german():
 
 
 # %% [markdown]
+# **What to notice.** Along the way the model may write the right words and
+# then not know how to stop, repeating itself until the limit of 50 ends it,
+# though its loss is already low. Only free writing shows this.
+#
 # Now the test: 1,000 sentences whose subject, verb and object never came
 # together in training. First a page of translations, chosen by nobody: the
 # first five of the test set.
@@ -3217,8 +3243,8 @@ def its_mistakes():
 def your_own_sentence():
     translator, _ = toy_translator()
     for sentence in (
-        "gestern hat das kleine Mädchen im Garten den Hund gesucht .",
-        "das kleine Mädchen hat gestern den Hund im Garten gesucht .",
+        "gestern hat das kleine Mädchen im Park den Hund gesucht .",
+        "das kleine Mädchen hat gestern den Hund im Park gesucht .",
     ):
         print(sentence, "=", *translator.translate([sentence]))
 
@@ -3307,7 +3333,7 @@ def attention_chart(translator, sentence, kind):
     weights, (rows, columns) = maps[kind], labels[kind]
     N, H, T, S = weights.shape
     places = list(itertools.product(range(N), range(H), range(T), range(S)))
-    data = table(
+    data = frame(
         layer=[n + 1 for n, _, _, _ in places],
         head=[f"head {h + 1}" for _, h, _, _ in places],
         query=[f"{t:02}|{rows[t]}" for _, _, t, _ in places],
@@ -3324,8 +3350,8 @@ def attention_chart(translator, sentence, kind):
         alt.Chart(data, width=17 * S, height=17 * T)
         .mark_rect()
         .encode(
-            alt.X("key:N", axis=axis),
-            alt.Y("query:N", axis=axis),
+            alt.X("key:N", title="key", axis=axis),
+            alt.Y("query:N", title="query", axis=axis),
             alt.Color("weight:Q", scale=scale),
             alt.Tooltip(["query:N", "key:N", "weight:Q"]),
             alt.Facet("head:N", columns=2, title=None),
@@ -3399,13 +3425,15 @@ def alignment_accuracy(translator, pairs):
     The model reads the true English and is asked about each aligned word.
     """
     model, hits, total = translator.model, 0, 0
+    device = next(model.parameters()).device
     for pair in pairs:
         src, tgt = translator.encode_pair(pair.de.split(), pair.en.split())
+        batch = Batch(torch.tensor([src]), torch.tensor([tgt])).to(device)
         with evaluating(model):
-            model(torch.tensor([src]), torch.tensor([tgt[:-1]]))
+            model(batch.src, batch.read)
         layers = model.decoder.layers
         maps = torch.cat([layer.cross_attention.weights for layer in layers])
-        guess = maps.argmax(-1)  # (N, H, T): the source place of each row
+        guess = maps.argmax(-1).cpu()  # (N, H, T): where each row looks
         true = torch.zeros(len(tgt), len(src), dtype=torch.bool)
         for german, english in pair.alignment:
             true[english, german] = True
@@ -3442,7 +3470,7 @@ def attention_against_the_alignment():
     N, H = accuracy.shape
     names = [f"layer {n + 1}" for n in range(N)]
     heads = [f"head {h + 1}" for h in range(H)]
-    return heatmaps(
+    return heat_maps(
         {"untrained": (untrained, names, heads),
          "trained": (accuracy, names, heads)},
         "head", "layer", "Which heads look at the word they translate?",
@@ -3590,7 +3618,7 @@ def fetch(name, folder, hosts=MULTI30K_HOSTS):
             try:
                 with urllib.request.urlopen(host + name, timeout=30) as page:
                     content = page.read()
-            except OSError as error:
+            except (OSError, http.client.HTTPException) as error:
                 failures.append(f"  {host}{name}: {error}")
                 continue
             partial = path.with_suffix(".part")
@@ -3631,10 +3659,12 @@ def corpus_part(corpus, part, src, tgt):
     folder = Path(corpus)
     if corpus == "multi30k":
         folder = Path("data", "multi30k")
-        for language in (src, tgt):
-            name = f"{part}.{language}.gz"
+        names = [f"{part}.{language}.gz" for language in (src, tgt)]
+        for name in names:
             if name not in MULTI30K_DIGESTS:
-                raise InputError(f"Multi30k has no file {name}")
+                there = ", ".join(MULTI30K_DIGESTS)
+                raise InputError(f"Multi30k has no {name}; it has: {there}")
+        for name in names:
             fetch(name, folder)
     if not folder.is_dir():
         raise InputError(
@@ -3655,7 +3685,9 @@ def corpus_part(corpus, part, src, tgt):
 def training_pairs(corpus, src, tgt, max_words=100):
     """Tokenized train and val pairs, and a report of what was left out."""
     train = corpus_part(corpus, "train", src, tgt)
-    own = corpus in ("toy", "multi30k") or find_part(Path(corpus), "val", src)
+    own = corpus in ("toy", "multi30k") or any(
+        find_part(Path(corpus), "val", language) for language in (src, tgt)
+    )
     if own:
         val = corpus_part(corpus, "val", src, tgt)
     else:  # no validation set: take every 50th pair, 1,000 at most
@@ -3672,13 +3704,13 @@ def training_pairs(corpus, src, tgt, max_words=100):
             kept.append(words)
     if not kept:
         raise InputError(f"{corpus}: no pair of sentences to train on")
-    report = f"{len(kept):,} training pairs, {len(val):,} for validation"
+    text = f"{len(kept):,} training pairs, {len(val):,} for validation"
     if not own:
-        report += " (taken from the training set, which has no val files)"
+        text += " (taken from the training set, which has no val files)"
     if empty or long:
-        report += f"; left out: {empty:,} with an empty side, {long:,} with "
-        report += f"more than {max_words} words"
-    return kept, val, report
+        text += f"; left out: {empty:,} with an empty side, {long:,} with "
+        text += f"more than {max_words} words"
+    return kept, val, text
 
 
 # %% [markdown]
@@ -3689,7 +3721,7 @@ def training_pairs(corpus, src, tgt, max_words=100):
 # tensors only. A third, `checkpoint.pt`, is for going on with training: it
 # also has Adam's moments and the state of the random numbers. Nothing in
 # them can run code when loaded. Each is first written under another name
-# and then renamed, so that a power cut leaves the old file or the new one,
+# and then renamed, so that a run that is killed leaves the old or the new one,
 # but never half of one.
 
 
@@ -3818,18 +3850,21 @@ def tied_weights_stay_tied():
 
 
 # %%
-def random_state():
-    """The state of the random numbers that dropout uses."""
-    state = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
+def random_state(device):
+    """The state of the random numbers that dropout uses on a device."""
+    if device.type == "cuda":
+        return torch.cuda.get_rng_state(device)
+    return (torch.mps if device.type == "mps" else torch).get_rng_state()
 
 
-def set_random_state(state):
-    torch.set_rng_state(state["cpu"].cpu())
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"].cpu())
+def set_random_state(state, device):
+    """Put back what `random_state` gave."""
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state.cpu(), device)
+    else:
+        (torch.mps if device.type == "mps" else torch).set_rng_state(
+            state.cpu()
+        )
 
 
 # %% [markdown]
@@ -3843,7 +3878,7 @@ def save_checkpoint(folder, translator, optimizer, step, facts):
     state = {
         "model": translator.model.state_dict(),
         "optimizer": optimizer.state_dict(),
-        "random": random_state(),
+        "random": random_state(next(translator.model.parameters()).device),
         "step": step,
     }
     write_whole(folder / "checkpoint.pt", lambda p: torch.save(state, p))
@@ -3854,7 +3889,7 @@ def load_checkpoint(folder, translator, optimizer, device):
     state = load_tensors(folder / "checkpoint.pt", device)
     translator.model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
-    set_random_state(state["random"])
+    set_random_state(state["random"], torch.device(device))
     return state["step"]
 
 
@@ -3950,7 +3985,8 @@ def announce(device, expected=""):
 # %%
 def run_copy(args):
     device = pick_device(args.device)
-    announce(device, ", expected time: 10 to 20 seconds on two cores")
+    quick = device.type == "cpu"
+    announce(device, ", expected time: 10 to 20 seconds" if quick else "")
     model, losses, right = train_copy(args.seed, device)
     source = digits("31415926")
     [output] = greedy(model, pad([source]).to(device))
@@ -3967,6 +4003,10 @@ def run_copy(args):
 # %%
 def run_train(args):
     device, folder = pick_device(args.device), Path(args.out)
+    if args.save_every < 1:
+        raise InputError("--save-every must be at least 1")
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"{folder} is a file; --out takes a folder")
     began = (folder / "model.json").exists()
     if began and not args.resume:
         raise InputError(
@@ -3987,6 +4027,7 @@ def run_train(args):
     recipe = Recipe(**settings)
     facts = {"corpus": str(args.corpus), "preset": args.preset}
     facts["recipe"] = {k: v for k, v in settings.items() if k != "steps"}
+    facts["data"] = hashlib.sha256(json.dumps(train).encode()).hexdigest()
     torch.manual_seed(args.seed)
     rare = 1 if args.corpus == "toy" else 2
     translator = Translator.untrained(
@@ -4206,7 +4247,7 @@ def main(argv):
         say(f"error: {error}")
         return 2
     except KeyboardInterrupt:
-        say("stopped; a training run goes on with --resume")
+        say("stopped; training goes on from its last checkpoint by --resume")
         return 130
     return 0
 
@@ -4224,7 +4265,9 @@ def main(argv):
 # | smoothing | not said over what | spread over all V words |
 # | sizes | base and big | these, and smaller ones for a laptop |
 # | schedule | factor 1 | a factor of 2.5 for tiny |
-# | decoding | a beam of four | greedy, which costs a little BLEU |
+# | decoding | a beam of four, length penalty 0.6 | greedy |
+# | masked scores | −∞ | the lowest finite number |
+# | batch | 25,000 tokens a side | 24,576 places, padding included |
 # | final weights | mean of the last checkpoints | the last checkpoint |
 #
 # Everything else is meant to be the paper's. If you find where it is not,
