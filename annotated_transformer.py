@@ -179,17 +179,20 @@ def altair():
         words = spec.get("description", "chart")
         return {vega: spec, "image/png": png, "text/plain": words}
 
+    ink, pale = "#222222", "#999999"  # set, lest a dark theme turn text white
     font = {"labelFontSize": 12, "titleFontSize": 12}
+    font |= {"labelColor": ink, "titleColor": ink}
+    axis = {"gridOpacity": 0.4, "gridColor": pale, "domainColor": pale}
     view = {"continuousWidth": 420, "continuousHeight": 240}
     style = {
         "config": {
             "background": "white",
             "padding": 12,
             "view": {**view, "strokeOpacity": 0},
-            "axis": {**font, "gridOpacity": 0.4},
+            "axis": {**font, **axis, "tickColor": pale},
             "legend": font,
             "header": font,
-            "title": {"fontSize": 14, "anchor": "start", "offset": 12},
+            "title": {"color": ink, "fontSize": 14, "anchor": "start"},
             "range": {"category": PALETTE},
         }
     }
@@ -1667,9 +1670,11 @@ def pick_device(name="auto"):
         mps = torch.backends.mps.is_available()
         return torch.device("mps" if mps else "cpu")
     try:
-        torch.zeros(1, device=name)
+        torch.zeros(1, device=name).item()  # "meta" has no values
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise InputError(f"no device {name!r} here: {error}") from None
+        raise InputError(
+            f"no device {name!r} here ({error}); cpu always works"
+        ) from None
     return torch.device(name)
 
 
@@ -3233,9 +3238,13 @@ def its_mistakes():
 
 
 # %% [markdown]
+# **What to notice.** The order of the words is right, the verbs are found
+# wherever they hide. What goes wrong is small: an article, a number, a
+# noun taken for another of its kind.
+#
 # And the question everyone asks of a trained model: *how do I translate
-# my own sentence?* Like this. The second sentence is good German too, and
-# says the same, but in an order that the grammar of our corpus never makes.
+# my own sentence?* Like this. The second sentence is good German as well,
+# but in our corpus no dog ever acts, and no object stands before the place.
 
 
 # %%
@@ -3244,14 +3253,14 @@ def your_own_sentence():
     translator, _ = toy_translator()
     for sentence in (
         "gestern hat das kleine Mädchen im Park den Hund gesucht .",
-        "das kleine Mädchen hat gestern den Hund im Park gesucht .",
+        "gestern hat der kleine Hund den Ball im Garten gesucht .",
     ):
         print(sentence, "=", *translator.translate([sentence]))
 
 
 # %% [markdown]
 # A model knows its corpus, not the language. Words it has never seen
-# become `<unk>`, and an order it has never seen may go wrong in any way.
+# become `<unk>`, and what it has never met may go wrong in any way.
 
 
 # %% [markdown]
@@ -3396,8 +3405,10 @@ def encoder_attention_of_a_sentence():
 
 
 # %% [markdown]
-# The decoder's self-attention sees only what is to its left, so its upper
-# triangle is empty:
+# **What to notice.** The source's words look at their neighbours: in some
+# head an article looks at its noun, which knows the gender. The decoder's
+# self-attention sees only what is to its left, so its upper triangle is
+# empty:
 
 
 # %%
@@ -3479,6 +3490,12 @@ def attention_against_the_alignment():
         legend="accuracy", cell=44,
     )  # fmt: skip
 
+
+# %% [markdown]
+# **What to notice.** In the last layer every head has become an aligner,
+# though nobody told the model which words belong together: it found out
+# because it helped to predict the next word. Before training no head did much
+# better than chance, and "same place" is right less than half of the time.
 
 # %% [markdown]
 # ## Corpora from files
@@ -3779,11 +3796,17 @@ def load_description(folder):
     """The contents of model.json."""
     path = folder / "model.json"
     if not path.is_file():
-        raise InputError(f"{folder}: no model here (no model.json)")
+        raise InputError(
+            f"{folder}: no model here (no model.json); make one by "
+            f"train --out {folder}"
+        )
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
         config = Config(**facts["config"])
         sizes = len(facts["src_words"]), len(facts["tgt_words"])
+        src, tgt = facts["languages"]
+        if not isinstance(src, str) or not isinstance(tgt, str):
+            raise TypeError("languages must be two codes")
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path}: damaged ({error})") from None
     if sizes != (config.src_vocab, config.tgt_vocab):
@@ -3887,10 +3910,16 @@ def save_checkpoint(folder, translator, optimizer, step, facts):
 def load_checkpoint(folder, translator, optimizer, device):
     """Restore model, optimizer and random numbers; the updates made."""
     state = load_tensors(folder / "checkpoint.pt", device)
-    translator.model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    set_random_state(state["random"], torch.device(device))
-    return state["step"]
+    try:
+        translator.model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        set_random_state(state["random"], torch.device(device))
+        return state["step"]
+    except (RuntimeError, LookupError, TypeError, ValueError, AttributeError):
+        raise InputError(
+            f"{folder}: checkpoint.pt is not of the model in model.json; "
+            "restore it, or train again with another --out"
+        ) from None
 
 
 # %% [markdown]
@@ -4005,8 +4034,6 @@ def run_train(args):
     device, folder = pick_device(args.device), Path(args.out)
     if args.save_every < 1:
         raise InputError("--save-every must be at least 1")
-    if folder.exists() and not folder.is_dir():
-        raise InputError(f"{folder} is a file; --out takes a folder")
     began = (folder / "model.json").exists()
     if began and not args.resume:
         raise InputError(
@@ -4014,7 +4041,10 @@ def run_train(args):
             "choose another --out"
         )
     if args.resume and not (folder / "checkpoint.pt").exists():
-        raise InputError(f"{folder}: nothing to resume (no checkpoint.pt)")
+        raise InputError(
+            f"{folder}: nothing to resume (no checkpoint.pt); start anew with "
+            "another --out, or delete the folder"
+        )
     announce(device)
     languages = args.src, args.tgt
     train, val, text = training_pairs(args.corpus, *languages)
@@ -4035,6 +4065,10 @@ def run_train(args):
     )
     if args.resume:
         check_same_run(load_description(folder), translator, facts, folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{folder}: no place for a model: {error}") from None
     count = parameter_count(translator.model) / 1e6
     say(f"{args.preset}: {count:.1f} million weights")
     options = {
@@ -4057,14 +4091,16 @@ def run_train(args):
 def check_same_run(saved, translator, facts, folder):
     """Refuse to resume with another corpus, preset or recipe."""
     now = {
-        **facts,
         "languages": [translator.src, translator.tgt],
+        **facts,
         "src_words": translator.src_vocab.words,
         "tgt_words": translator.tgt_vocab.words,
     }
     for name, value in now.items():
         if saved.get(name) != value:
-            shown = "" if "words" in name else f" (it was {saved.get(name)})"
+            shown = f" (it was {saved.get(name)})"
+            if name in ("data", "src_words", "tgt_words"):
+                shown = ""  # too long to help
             raise InputError(
                 f"{folder}: cannot resume, {name} has changed{shown}"
             )
@@ -4087,7 +4123,7 @@ def input_lines(arguments):
         sentences = []
         for number, line in lines:
             try:
-                sentences.append(line.decode("utf-8").strip())
+                sentences.append(line.decode("utf-8-sig").strip())
             except UnicodeDecodeError:
                 raise InputError(
                     f"standard input, line {number}: not UTF-8"
@@ -4246,6 +4282,9 @@ def main(argv):
     except InputError as error:
         say(f"error: {error}")
         return 2
+    except BrokenPipeError:  # the reader has stopped, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except KeyboardInterrupt:
         say("stopped; training goes on from its last checkpoint by --resume")
         return 130

@@ -109,7 +109,8 @@ def trained(corpus, out, *details):
 @pytest.fixture(scope="module")
 def model(corpus, tmp_path_factory):
     """The folder of a model after six updates; not to be written to."""
-    return trained(corpus, tmp_path_factory.mktemp("runs") / "six", 6)
+    out = tmp_path_factory.mktemp("runs") / "six"
+    return trained(corpus, out, 6, "--save-every", 3)
 
 
 @pytest.fixture(scope="module")

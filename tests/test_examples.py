@@ -1,0 +1,68 @@
+"""What the book shows: examples run anywhere, charts say what they are."""
+
+import inspect
+import json
+
+import pytest
+
+import annotated_transformer as book
+
+TRAINED = {  # these train a model first; the notebook runs them all
+    name
+    for name, function in book.EXAMPLES.items()
+    if "copy_model(" in inspect.getsource(function)
+    or "toy_translator(" in inspect.getsource(function)
+}
+
+
+def every(key, tree):
+    """All values under `key`, at any depth of a chart's description."""
+    if isinstance(tree, dict):
+        for name, value in tree.items():
+            if name == key:
+                yield value
+            yield from every(key, value)
+    elif isinstance(tree, list):
+        for value in tree:
+            yield from every(key, value)
+
+
+@pytest.mark.parametrize("name", sorted(set(book.EXAMPLES) - TRAINED))
+def test_an_example_shows_something(name, capsys):
+    chart = book.run_seeded(book.EXAMPLES[name])
+    printed = capsys.readouterr().out
+    assert printed.strip() or chart is not None
+    if chart is None:
+        return
+    spec = chart.to_dict()
+    assert len(json.dumps(spec)) < 300_000
+    assert all(spec.pop("datasets").values())
+    assert len(spec["description"]) > 40
+    assert spec["title"]
+    for axis in ("x", "y"):
+        titles = [channel["title"] for channel in every(axis, spec)]
+        assert titles and all(titles)
+
+
+def test_an_example_shows_the_same_each_time():
+    example = book.EXAMPLES["gradients_of_both_orders"]
+    first, second = (
+        book.run_seeded(example).to_dict()["datasets"] for _ in range(2)
+    )
+    assert list(first.values()) == list(second.values())
+
+
+def test_a_chart_is_shown_live_and_as_a_picture():
+    alt = book.altair()
+    chart = book.run_seeded(book.EXAMPLES["positional_waves"])
+    bundle = alt.renderers.get()(chart.to_dict())
+    assert bundle["image/png"].startswith(b"\x89PNG")
+    live = bundle["application/vnd.vegalite.v5+json"]
+    assert "v5" in live["$schema"]
+    assert bundle["text/plain"] == live["description"]
+
+
+def test_a_script_does_not_run_its_examples():
+    assert not book.NOTEBOOK
+    assert len(book.EXAMPLES) > 20
+    assert len(book.CHECKS) > 15
