@@ -42,7 +42,7 @@
 # |---|---|
 # | the architecture, Sections 1 to 5 | seconds |
 # | the copy task | about ten seconds |
-# | the German-English model of this notebook | about two minutes |
+# | the German-English model of this notebook | a minute and a half |
 # | real captions (Multi30k), from the command line | half an hour or more |
 #
 # **Symbols.** They are the paper's. The letters in a comment such as
@@ -3170,7 +3170,7 @@ def toy_translator(seed=0):
 
 
 # %% [markdown]
-# This is the longest cell of the book: about a minute on two cores.
+# This is the longest cell of the book: a minute and a half on two cores.
 
 
 # %%
@@ -3188,9 +3188,8 @@ def learning_german():
 
 
 # %% [markdown]
-# **What to notice.** Along the way the model may write the right words and
-# then not know how to stop, repeating itself until the limit of 50 ends it,
-# though its loss is already low. Only free writing shows this.
+# **What to notice.** After 200 updates it writes good English, but another
+# sentence. The loss alone would not have told you; free writing does.
 #
 # Now the test: 1,000 sentences whose subject, verb and object never came
 # together in training. First a page of translations, chosen by nobody: the
@@ -3240,8 +3239,8 @@ def its_mistakes():
 
 # %% [markdown]
 # **What to notice.** The order of the words is right, the verbs are found
-# wherever they hide. What goes wrong is small: an article, a number, a
-# noun taken for another of its kind.
+# wherever they hide. What goes wrong is small: an article too many or too
+# few, a singular for a plural whose form is the same in German.
 #
 # And the question everyone asks of a trained model: *how do I translate
 # my own sentence?* Like this. The second sentence is good German as well,
@@ -3656,6 +3655,39 @@ def fetch(name, folder, hosts=MULTI30K_HOSTS):
         raise InputError(f"{path}: wrong SHA-256 digest; delete the file")
     return path
 
+
+# %% [markdown]
+# **What to expect.** From the command line,
+#
+# `python annotated_transformer.py train --corpus multi30k --src de --tgt en
+# --preset tiny --steps 3000 --seed 0 --out runs/de-en`
+#
+# makes 3,000 updates in 27 to 35 minutes on two cores (5,400 to 6,900 real
+# target tokens a second). Greedy decoding of the first 200 validation
+# sentences then gave BLEU 5.1, 12.6, 27.0, 32.8, 34.1 and 35.6 after 500,
+# 1,000, … 3,000 updates, and `evaluate` gave 35.4 on all of the validation
+# set and 35.6 on `test_2016_flickr` (sacreBLEU, lowercase, 13a; source at
+# commit cee2bfa, on a processor). It has 3.1 million weights, knows whole
+# words only, and writes greedily. For comparison, the tutorials of
+# bentrevett (9.0 million weights) and silvery107 report 36.5 and 37.4 on
+# that test set. The first five captions of the validation set:
+#
+# * *Eine Gruppe von Männern lädt Baumwolle auf einen Lastwagen* A group of
+#   men loading a truck on a truck.
+# * *Ein Mann schläft in einem grünen Raum auf einem Sofa.* A man sleeps in
+#   a green room on a couch.
+# * *Ein Junge mit Kopfhörern sitzt auf den Schultern einer Frau.* A boy
+#   wearing headphones is sitting on a woman's shoulders.
+# * *Zwei Männer bauen eine blaue Eisfischerhütte auf einem zugefrorenen See
+#   auf* Two men building a blue and blue building on a lake.
+# * *Ein Mann mit beginnender Glatze, der eine rote Rettungsweste trägt,
+#   sitzt in einem kleinen Boot.* A balding man wearing a red life jacket
+#   sitting in a small boat.
+#
+# **What to notice.** Three are right. In the others, `Baumwolle` (cotton)
+# and `Eisfischerhütte` (ice fishing hut) are words that the training set
+# has once or never: to the model they are `<unk>`, and it guesses. Word
+# pieces exist to cure this.
 
 # %% [markdown]
 # ### (c) Your own
