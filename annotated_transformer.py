@@ -41,7 +41,7 @@
 # | step | on two laptop cores, no GPU |
 # |---|---|
 # | the architecture, Sections 1 to 5 | seconds |
-# | the copy task | about ten seconds |
+# | the copy task | about fifteen seconds |
 # | the German-English model of this notebook | a minute and a half |
 # | real captions (Multi30k), from the command line | half an hour or more |
 #
@@ -394,7 +394,7 @@ def two_padded_sentences():
 # **encoder** turns the S source tokens into S vectors of width D, called
 # the *memory*. A **decoder** reads the memory and the target words written
 # so far, and gives one vector for each; from it, the next word is
-# predicted. Both are stacks of N equal layers. A layer consists of
+# predicted. Both are stacks of N layers of one form. A layer consists of
 # *attention*, where positions exchange information, and a *feed-forward
 # network*, where each position works for itself.
 #
