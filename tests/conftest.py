@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import annotated_transformer as book
+
 
 @pytest.fixture(autouse=True)
 def seed():
@@ -22,6 +24,29 @@ def data():
     path = Path(folder)
     assert path.is_dir(), f"ANNOTATED_TRANSFORMER_DATA: no folder {path}"
     return path
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    """Use one thread: quick beside other work, the same in each process."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory):
+    """A folder of a few hundred short pairs: two batches an epoch."""
+    folder = tmp_path_factory.mktemp("corpus")
+    pairs = book.toy_corpus()
+    for part, size in {"train": 700, "val": 3, "test": 4}.items():
+        for language in ("de", "en"):
+            lines = [getattr(p, language) for p in pairs[part][:size]]
+            text = "".join(f"{line}\n" for line in lines)
+            path = folder / f"{part}.{language}"
+            path.write_text(text, encoding="utf-8")
+    return folder
 
 
 def pytest_collection_modifyitems(items):

@@ -63,7 +63,7 @@ SLIPS = {
         "shifting_is_linear",
     ),
     "positions forgotten": (
-        "return self.drop(x + self.table[: x.size(1)])",
+        "return self.drop(x + self.table[start:end])",
         "return self.drop(x)",
         "without_positions_order_is_lost",
     ),
@@ -128,7 +128,7 @@ SLIPS = {
         "batches_hold_each_pair_once",
     ),
     "dropout in evaluation": (
-        "self.drop = nn.Dropout(config.dropout)\n        table",
+        "self.drop = Dropout(config.dropout)\n        table",
         "self.drop = lambda x: F.dropout(x, config.dropout)\n        table",
         "evaluation_is_deterministic",
     ),
@@ -158,8 +158,8 @@ SLIPS = {
         "accumulated_gradient_is_the_large_one",
     ),
     "a rate that lags by one": (
-        "learning_rate(step, size",
-        "learning_rate(max(step - 1, 1), size",
+        "recipe.rate(step, model",
+        "recipe.rate(max(step - 1, 1), model",
         "rate_is_the_formula",
     ),
     "a rate set after the update": (
@@ -173,14 +173,109 @@ SLIPS = {
         "rate_is_the_formula",
     ),
     "padding seen while decoding": (
-        "state = model.decode(tgt, memory, mask)",
-        "state = model.decode(tgt, memory, mask | True)",
+        "side_by_side, *self.source[i], self.mask)",
+        "side_by_side, *self.source[i])",
         "batching_changes_no_translation",
     ),
     "one length limit for the whole batch": (
-        "limits = (src != PAD).sum(-1) + extra",
-        "limits = src.new_full((len(src),), src.size(1) + extra)",
+        "limits[alive])\n            if not stay.all()",
+        "max(limits))\n            if not stay.all()",
         "batching_changes_no_translation",
+    ),
+    "a letter lost in joining": (
+        "joined[-1] += piece",
+        "joined[-1] = piece",
+        "pieces_give_the_word_back",
+    ),
+    "merges left out in use too": (
+        "dropout and draw.random() < dropout",
+        "random.random() < 0.1",
+        "sentencepiece_is_our_algorithm",
+    ),
+    "pieces without an end": (
+        "[*map(self.processor.piece_to_id, pieces), EOS]",
+        "[*map(self.processor.piece_to_id, pieces)]",
+        "sentencepiece_is_our_algorithm",
+    ),
+    "what dropout keeps does not grow": (
+        "keep.to(x.dtype) * (256 / (256 - limit))",
+        "keep.to(x.dtype)",
+        "dropout_keeps_the_mean",
+    ),
+    "a bit that is never drawn": (
+        "draws.random_(-(2**63), None)",
+        "draws.random_()",
+        "dropout_keeps_the_mean",
+    ),
+    "each new word at the first place": (
+        "self.model.position(y, self.length)",
+        "self.model.position(y)",
+        "cache_changes_nothing",
+    ),
+    "values kept in the place of keys": (
+        "K = torch.cat([self.own[i][0], K], dim=2)",
+        "K = torch.cat([self.own[i][1], K], dim=2)",
+        "cache_changes_nothing",
+    ),
+    "texts of a source mixed up": (
+        "y.view(-1, self.width, y.size(-1))",
+        "y.view(self.width, -1, y.size(-1)).transpose(0, 1)",
+        "cache_changes_nothing",
+    ),
+    "no final norm after the cache": (
+        "state = self.model.decoder.norm(y)[:, 0]",
+        "state = y[:, 0]",
+        "cache_changes_nothing",
+    ),
+    "a divergence in one direction": (
+        "((first.exp() - second.exp()) * (first - second))",
+        "(first.exp() * (first - second))",
+        "disagreement_is_two_divergences",
+    ),
+    "both passes counted in full": (
+        "loss = sum(losses) / 2",
+        "loss = sum(losses)",
+        "disagreement_is_two_divergences",
+    ),
+    "n-grams counted too often": (
+        "(there & ngram_counts(reference, n)).total()",
+        "sum(there[g] for g in ngram_counts(reference, n))",
+        "bleu_equals_sacrebleu",
+    ),
+    "a bonus for length": (
+        "penalty = min(1.0, math.exp(1 - r / c))",
+        "penalty = math.exp(1 - r / c)",
+        "bleu_equals_sacrebleu",
+    ),
+    "words appended to the wrong beginning": (
+        "torch.cat([texts.gather(1, chosen), words[..., None]], -1)",
+        "torch.cat([texts, words[..., None]], -1)",
+        "beam_search_is_exact_at_both_ends",
+    ),
+    "a search that stops too soon": (
+        "if any(h.score >= hope[a] for h in ended[row]):",
+        "if ended[row]:",
+        "beam_search_is_exact_at_both_ends",
+    ),
+    "a score without its length": (
+        "Hypothesis(total / lp, total, tokens)",
+        "Hypothesis(total, total, tokens)",
+        "beam_search_is_exact_at_both_ends",
+    ),
+    "keys and values of another sentence": (
+        "origin += width * torch.arange(len(alive)).to(origin)[:, None]",
+        "pass",
+        "beam_scores_are_the_models_own",
+    ),
+    "a mean that adds to its first part": (
+        "{name: tensor.clone() for name, tensor in states[0].items()}",
+        "dict(states[0])",
+        "averages_are_means_and_stay_tied",
+    ),
+    "a mean that is a sum": (
+        "{name: total / len(states) for name",
+        "{name: total for name",
+        "averages_are_means_and_stay_tied",
     ),
     "one attention row too heavy": (
         "self.weights = None if self.training else weights.detach()",

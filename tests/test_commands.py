@@ -1,6 +1,5 @@
 """The command line does what --help says, and says what is wrong."""
 
-import contextlib
 import io
 import json
 import os
@@ -9,101 +8,31 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
+from helpers import (
+    ONE_THREAD,
+    SCRIPT,
+    checkpoint,
+    contents,
+    fresh,
+    refused,
+    run,
+    same,
+    trained,
+    training_command,
+    weights,
+)
 
 import annotated_transformer as book
 
-SCRIPT = Path(book.__file__)
-COMMANDS = ["copy", "train", "translate", "evaluate"]
+pytestmark = pytest.mark.usefixtures("one_thread")
+COMMANDS = ["copy", "train", "translate", "evaluate", "curves"]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Use one thread: quick beside other work, the same in each process."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
-
-
-def fresh(*arguments, text=None, **options):
-    """Run the script in a process of its own."""
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), *map(str, arguments)],
-        input=text, capture_output=True, timeout=300,
-        env=ONE_THREAD, **options,
-    )  # fmt: skip
-
-
-def run(capsys, *arguments):
-    """Run a command here: (exit status, standard output, error output)."""
-    capsys.readouterr()
-    status = book.main([*map(str, arguments)])
-    shown = capsys.readouterr()
-    return status, shown.out, shown.err
-
-
-def refused(capsys, *arguments):
-    """The error message of a command that must refuse its input."""
-    status, output, errors = run(capsys, *arguments)
-    assert status == 2
-    assert output == "" and "Traceback" not in errors
-    lines = errors.splitlines()
-    [start] = [i for i, row in enumerate(lines) if row.startswith("error: ")]
-    return "\n".join(lines[start:])
-
-
-def contents(folder):
-    """{file name: bytes} of all that is in a folder."""
-    return {p.name: p.read_bytes() for p in folder.iterdir()}
-
-
-def weights(folder):
-    return torch.load(folder / "weights.pt", weights_only=True)
-
-
-def same_weights(one, other):
-    return one.keys() == other.keys() and all(
-        one[name].equal(other[name]) for name in one
-    )
-
-
-# ------------------------------------------------------ a corpus and two runs
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    """A folder of a few hundred short pairs: two batches an epoch."""
-    folder = tmp_path_factory.mktemp("corpus")
-    pairs = book.toy_corpus()
-    for part, size in {"train": 700, "val": 3, "test": 4}.items():
-        for language in ("de", "en"):
-            lines = [getattr(p, language) for p in pairs[part][:size]]
-            text = "".join(f"{line}\n" for line in lines)
-            path = folder / f"{part}.{language}"
-            path.write_text(text, encoding="utf-8")
-    return folder
-
-
-def training_command(corpus, out, steps, *more):
-    return [
-        "train", "--corpus", corpus, "--out", out, "--steps", steps,
-        "--save-every", 100, "--device", "cpu", *more,
-    ]  # fmt: skip
-
-
-def trained(corpus, out, *details):
-    arguments = training_command(corpus, out, *details)
-    with contextlib.redirect_stderr(io.StringIO()):
-        assert book.main([*map(str, arguments)]) == 0
-    return out
+# ------------------------------------------------------------------- two runs
 
 
 @pytest.fixture(scope="module")
@@ -158,9 +87,13 @@ def test_help_lists_every_command(capsys):
 OPTIONS = {
     "copy": "--device --seed",
     "train": "--device --corpus --src --tgt --preset --out --steps --seed "
-    "--save-every --resume",
-    "translate": "--device --model sentence",
-    "evaluate": "--device --model --corpus --split",
+    "--pieces --warmup --factor --batch-tokens --average --tensorboard "
+    "--norm-first --dropout --attention-dropout --decay --ema --r-drop "
+    "--bpe-dropout --both --save-every --resume",
+    "translate": "--device --model --beam --alpha --reverse --nbest sentence",
+    "evaluate": "--device --model --beam --alpha --reverse --json --corpus "
+    "--split",
+    "curves": "--device --model --out",
 }
 
 
@@ -260,88 +193,57 @@ def test_training_reports_beside_the_output(capsys, corpus, tmp_path):
         "device: cpu",
         "700 training pairs, 3 for validation",
         "million weights",
-        "update 1: BLEU",
-        "update 2: BLEU",
+        "update 1: validation BLEU",
+        "update 2: validation BLEU",
         "source     ",
         "reference  ",
         f"done: {out}",
     ):
         assert expected in errors
-    expected = ["checkpoint.pt", "model.json", "weights.pt"]
-    assert sorted(contents(out)) == expected
+    assert sorted(contents(out)) == [
+        "checkpoint.pt", "log.jsonl", "model.json", "weights-000001.pt",
+        "weights-000002.pt", "weights.pt",
+    ]  # fmt: skip
 
 
 def test_files_of_a_model_cannot_run_code(model):
-    for name in ("weights.pt", "checkpoint.pt"):
-        torch.load(model / name, weights_only=True)
+    files = sorted(model.glob("*.pt"))
+    names = [path.name for path in files]
+    assert names == [
+        "checkpoint.pt", "weights-000003.pt", "weights-000006.pt",
+        "weights.pt",
+    ]  # fmt: skip
+    for path in files:
+        torch.load(path, weights_only=True)
     facts = json.loads((model / "model.json").read_text(encoding="utf-8"))
-    assert facts["step"] == 6
+    assert facts["step"] in (3, 6)  # that of the best validation
     assert facts["languages"] == ["de", "en"]
 
 
 def test_the_same_command_makes_the_same_weights(half, corpus, tmp_path):
     again = trained(corpus, tmp_path / "again", 3)
-    assert same_weights(weights(again), weights(half))
+    assert same(checkpoint(again), checkpoint(half))
+    assert same(weights(again), weights(half))
 
 
 def test_another_seed_makes_other_weights(half, corpus, tmp_path):
     other = trained(corpus, tmp_path / "other", 1, "--seed", 5)
-    assert not same_weights(weights(other), weights(half))
+    assert not same(weights(other), weights(half))
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(capsys, own, corpus, model):
-    assert not same_weights(weights(own), weights(model))
+    assert not same(checkpoint(own), checkpoint(model))
     arguments = training_command(corpus, own, 6, "--resume")
     status, _, errors = run(capsys, *arguments)
     assert status == 0 and "resuming after update 3" in errors
-    assert same_weights(weights(own), weights(model))
-
-
-def test_a_killed_run_can_be_resumed(corpus, model, tmp_path):
-    out = tmp_path / "killed"
-    # Of two --save-every the later counts.
-    arguments = training_command(corpus, out, 100, "--save-every", 2)
-    process = subprocess.Popen(
-        [sys.executable, str(SCRIPT), *map(str, arguments)],
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        env=ONE_THREAD,
-    )  # fmt: skip
-    try:
-        for _ in range(12_000):
-            if (out / "checkpoint.pt").exists() or process.poll() is not None:
-                break
-            time.sleep(0.005)
-    finally:
-        process.kill()
-        process.wait()
-    assert process.returncode != 0
-    trained(corpus, out, 6, "--resume")
-    assert same_weights(weights(out), weights(model))
-
-
-def test_a_run_killed_while_it_saves_keeps_the_old_files(
-    own, corpus, model, monkeypatch
-):
-    before, save = contents(own), torch.save
-
-    def power_cut(state, path):
-        Path(path).write_bytes(b"half a file")
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(torch, "save", power_cut)
-    arguments = training_command(corpus, own, 6, "--resume")
-    assert book.main([*map(str, arguments)]) == 130
-    after = contents(own)
-    for name in ("weights.pt", "checkpoint.pt"):
-        assert after[name] == before[name]
-    monkeypatch.setattr(torch, "save", save)
-    trained(corpus, own, 6, "--resume")
-    assert same_weights(weights(own), weights(model))
+    assert same(checkpoint(own), checkpoint(model))
+    assert same(weights(own), weights(model))
 
 
 def test_resuming_a_run_that_is_done_changes_no_weight(own, corpus, half):
     trained(corpus, own, 3, "--resume")
-    assert same_weights(weights(own), weights(half))
+    assert same(checkpoint(own), checkpoint(half))
+    assert same(weights(own), weights(half))
 
 
 def test_ctrl_c_is_no_crash(capsys, corpus, tmp_path, monkeypatch):
@@ -481,13 +383,81 @@ def test_evaluate_prints_bleu_and_perplexity(capsys, model, corpus):
     arguments = ["--model", model, "--corpus", corpus, "--device", "cpu"]
     status, output, errors = run(capsys, "evaluate", *arguments)
     assert status == 0 and "device: cpu" in errors
-    [score] = re.findall(r"^BLEU +(\d+\.\d\d)$", output, re.M)
+    [(score, how)] = re.findall(r"^BLEU +(\d+\.\d\d) +(\S+)$", output, re.M)
     [perplexity] = re.findall(r"^perplexity +(\d+\.\d\d)$", output, re.M)
     assert 0 <= float(score) <= 100
     assert 1 < float(perplexity) < 10_000
     assert re.search(r"^sentences +4 ", output, re.M)
-    assert re.search(r"^sacreBLEU .*lowercase.*13a.*BLEU = ", output, re.M)
+    assert "case:lc" in how and "tok:13a" in how
     assert output.count("reference ") == 4
+
+
+def test_evaluate_writes_the_same_figures_as_json(
+    capsys, model, corpus, tmp_path
+):
+    path = tmp_path / "figures.json"
+    arguments = ["--model", model, "--corpus", corpus, "--device", "cpu"]
+    _, output, _ = run(capsys, "evaluate", *arguments, "--json", path)
+    facts = json.loads(path.read_text(encoding="utf-8"))
+    assert facts["corpus"] == str(corpus)
+    assert (facts["split"], facts["direction"]) == ("test", "de-en")
+    assert facts["sentences"] == 4
+    for name, value in (
+        ("BLEU", facts["bleu"]),
+        ("BLEU, cased", facts["bleu_cased"]),
+        ("chrF", facts["chrf"]),
+        ("perplexity", facts["perplexity"]),
+    ):
+        assert re.search(rf"^{name} +{value:.2f}( |$)", output, re.M), name
+
+
+def test_a_table_of_figures_is_that_of_its_model(capsys, corpus, small):
+    translator = book.load_translator(small)
+    pairs = book.corpus_part(corpus, "test", "de", "en")
+    facts, outputs = book.measure(translator, pairs, 1)
+    assert outputs == translator.translate([de for de, _ in pairs], 1)
+    references = [en for _, en in pairs]
+    score = book.bleu(outputs, references).score
+    assert facts["bleu"] == round(score, 2)
+    ids = [translator.encode_texts(*pair) for pair in pairs]
+    perplexity = book.perplexity(translator.model, ids)
+    assert facts["perplexity"] == pytest.approx(perplexity, rel=1e-3)
+    right, _ = book.measure(Perfect(translator, pairs), pairs, 1)
+    assert right["bleu"] == right["bleu_cased"] == right["chrf"] == 100
+    assert right["brevity_penalty"] == 1
+    assert right["cumulative"] == [100] * 4
+
+
+class Perfect:
+    """A translator that knows the answers."""
+
+    def __init__(self, translator, pairs):
+        self.model, self.answers = translator.model, dict(pairs)
+        self.encode_texts = translator.encode_texts
+
+    def translate(self, texts, *how):
+        return [self.answers[text] for text in texts]
+
+
+@pytest.mark.parametrize(
+    "more, named",
+    [(["--beam", 0], "--beam"), (["--reverse"], "--both")],
+)
+def test_impossible_wishes_for_decoding_are_named(capsys, small, more, named):
+    arguments = ["translate", "--model", small, "--device", "cpu", "ja"]
+    message = refused(capsys, *arguments, *more)
+    assert named in message
+
+
+def test_the_n_best_come_with_their_scores(capsys, small):
+    arguments = ["--nbest", 3, "--beam", 4, *SENTENCES[:2]]
+    status, lines, _ = translate(capsys, small, *arguments)
+    assert status == 0 and len(lines) == 6
+    for rows in (lines[:3], lines[3:]):
+        scores = [float(row.split("\t")[0]) for row in rows]
+        assert scores == sorted(scores, reverse=True) and max(scores) < 0
+    best = translate(capsys, small, *SENTENCES[:2])[1]
+    assert [lines[0].split("\t")[1], lines[3].split("\t")[1]] == best
 
 
 def test_evaluate_takes_another_part(capsys, model, corpus):
@@ -501,6 +471,36 @@ def test_evaluate_writes_nothing_into_the_model(capsys, own, corpus):
     arguments = ["--model", own, "--corpus", corpus, "--device", "cpu"]
     run(capsys, "evaluate", *arguments)
     assert contents(own) == before
+
+
+# --------------------------------------------------------------- the curves
+
+
+@pytest.mark.parametrize(
+    "ending, start", [("svg", b"<svg"), ("png", b"\x89PNG"), ("html", b"<")]
+)
+def test_curves_are_drawn_from_the_log(capsys, model, tmp_path, ending, start):
+    folder = Path(shutil.copytree(model, tmp_path / "model"))
+    with (folder / "log.jsonl").open("a", encoding="utf-8") as file:
+        for step in (20, 40):
+            file.write(json.dumps({"step": step, "loss": 4.0}) + "\n")
+    path = tmp_path / f"curves.{ending}"
+    arguments = ["curves", "--model", folder, "--out", path]
+    status, output, errors = run(capsys, *arguments)
+    assert (status, output) == (0, "") and str(path) in errors
+    assert path.read_bytes().lstrip().startswith(start)
+
+
+@pytest.mark.parametrize("name", ["curves.doc", "curves"])
+def test_a_picture_of_another_kind_is_refused(capsys, model, tmp_path, name):
+    arguments = ["curves", "--model", model, "--out", tmp_path / name]
+    assert ".svg" in refused(capsys, *arguments)
+
+
+def test_without_a_log_there_are_no_curves(capsys, tmp_path):
+    arguments = ["curves", "--model", tmp_path, "--out", tmp_path / "a.svg"]
+    message = refused(capsys, *arguments)
+    assert "log.jsonl" in message and str(tmp_path) in message
 
 
 # ------------------------------------------------- wrong input to the training
@@ -562,6 +562,16 @@ def test_a_run_is_not_resumed_with_other_sentences(
         (["--save-every", -1], "save-every"),
         (["--corpus", "nowhere"], "nowhere"),
         (["--src", "fr"], "train.fr"),
+        (["--average", 0], "--average"),
+        (["--pieces", -1], "--pieces"),
+        (["--pieces", 10], "--pieces"),
+        (["--pieces", 99_999], "--pieces"),
+        (["--both"], "--pieces"),
+        (["--bpe-dropout", 0.1], "--pieces"),
+        (["--dropout", 1], "dropout"),
+        (["--ema", 2], "ema"),
+        (["--warmup", 0], "warmup"),
+        (["--batch-tokens", 0], "batch_tokens"),
         (["--device", "tpu"], "tpu"),
         (["--device", "meta"], "meta"),
         (["--device", "cuda:99"], "cuda:99"),

@@ -134,8 +134,7 @@ def test_text_that_looks_like_a_special_token_is_none(min_count):
 def test_the_test_set_adds_no_word_to_the_vocabulary(folder):
     write(folder, test_de=["Zebra"], test_en=["zebra"])
     train, _, _ = book.training_pairs(folder, "de", "en")
-    sizes = dict(N=1, d_model=8, d_ff=8, h=1)
-    translator = book.Translator.untrained(train, ("de", "en"), sizes)
+    translator = untrained(train)
     assert translator.src_vocab.encode(["Zebra"])[0] == book.UNK
     assert translator.tgt_vocab.encode(["zebra"])[0] == book.UNK
 
@@ -318,34 +317,52 @@ def test_what_the_toy_corpus_lacks_is_named(part, src, tgt):
 # --------------------------------------------------------- what training gets
 
 
-def test_training_pairs_are_tokenized_and_validation_is_text(folder):
+def test_training_and_validation_pairs_are_texts(folder):
     train, val, report = book.training_pairs(folder, "de", "en")
-    assert list(train[7]) == [["Satz", "7", "."], ["sentence", "7", "."]]
+    assert train[7] == ("Satz 7 .", "sentence 7 .")
     assert val[0] == ("eins", "one")
     assert "120 training pairs" in report and "3 for validation" in report
     assert "left out" not in report
 
 
 def test_what_is_left_out_is_counted(folder):
-    german = ["kurz", "", "lang", "wort " * 101, "wort " * 100, " \t"]
-    english = ["short", "one", "  ", "word", "word " * 100, ""]
+    german = ["kurz", "", "lang", " \t"]
+    english = ["short", "one", "  ", ""]
     write(folder, train_de=german, train_en=english)
     train, _, report = book.training_pairs(folder, "de", "en")
-    assert [len(de) for de, _ in train] == [1, 100]
-    assert "2 training pairs" in report
+    assert train == [("kurz", "short")]
+    assert "1 training pairs" in report
     assert "3 with an empty side" in report
-    assert "1 with more than 100 words" in report
 
 
-def test_the_longer_side_decides_what_is_too_long(folder):
-    write(folder, train_de=["a", "b"], train_en=["a", "b c d e"])
-    train, _, report = book.training_pairs(folder, "de", "en", max_words=3)
-    assert len(train) == 1
-    assert "1 with more than 3 words" in report
+def untrained(pairs, **how):
+    """A very small model of German and English for these pairs."""
+    sizes = dict(N=1, d_model=8, d_ff=8, h=1)
+    return book.Translator.untrained(pairs, ("de", "en"), sizes, **how)
+
+
+def test_pairs_with_a_long_side_are_left_out_and_counted():
+    pairs = [("wort " * n, "word") for n in (1, 100, 101, 500)]
+    pairs += [("wort", "word " * n) for n in (100, 101)]
+    kept, count = book.short_pairs(untrained(pairs), pairs)
+    assert kept == [pairs[i] for i in (0, 1, 4)]
+    assert count == 3
+
+
+def test_the_longer_side_decides_what_is_too_long():
+    pairs = [("a", "a"), ("b", "b c d e")]
+    kept, count = book.short_pairs(untrained(pairs), pairs, longest=3)
+    assert (kept, count) == (pairs[:1], 1)
+
+
+def test_if_all_pairs_are_too_long_that_is_an_error():
+    pairs = [("a b c", "a")]
+    message = refused(book.short_pairs, untrained(pairs), pairs, 2)
+    assert "at most 2 tokens" in message
 
 
 def texts(train):
-    return {" ".join(src) for src, _ in train}
+    return {src for src, _ in train}
 
 
 def test_without_validation_files_some_training_pairs_are_held_out(folder):
@@ -359,8 +376,7 @@ def test_without_validation_files_some_training_pairs_are_held_out(folder):
     assert "taken from the training set" in report
 
 
-def test_at_most_a_thousand_pairs_are_held_out(tmp_path, monkeypatch):
-    monkeypatch.setattr(book, "tokenize", lambda text, _: [text])  # quicker
+def test_at_most_a_thousand_pairs_are_held_out(tmp_path):
     lines = [f"w{n}" for n in range(60_000)]
     write(tmp_path, train_de=lines, train_en=lines)
     train, val, _ = book.training_pairs(tmp_path, "de", "en")
@@ -393,10 +409,11 @@ def test_another_script_goes_through(data, capsys):
     assert len(train) > 3000 and len(val) == 75
     assert all(src and tgt for src, tgt in train)
     assert "training pairs" in report
+    words = [word for src, _ in train for word in book.tokenize(src, "ko")]
     if importlib.util.find_spec("natto") is None:
         note = capsys.readouterr().err
         assert "'ko'" in note and "general" in note
-    hangul = [w for src, _ in train for w in src if "가" <= w[0] <= "힣"]
+    hangul = [word for word in words if "가" <= word[0] <= "힣"]
     assert len(hangul) > 20_000
 
 

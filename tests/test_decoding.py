@@ -1,5 +1,8 @@
-"""Greedy decoding: what is written, when it stops, and what it costs."""
+"""Decoding: what is written, when it stops, and what it costs."""
 
+import math
+
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,27 +25,139 @@ def plain_greedy(model, row, extra):
     return tgt[1:]
 
 
-def lively_model(seed):
+def lively_model(seed, norm_first=True, **changes):
     """Untrained, with weights so large that its outputs vary."""
     torch.manual_seed(seed)
-    model = book.tiny_model()
-    for weight in model.parameters():
-        torch.nn.init.normal_(weight, 0, 0.5)
+    model = book.tiny_model(norm_first=norm_first, **changes)
     with torch.no_grad():
-        model.tgt_embedding.weight[EOS] *= 2  # some sentences end early
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                weight.normal_(0, 0.3)
+        for layer in model.decoder.layers:
+            layer.cross_attention.W_O.weight *= 6
+        model.position.table.normal_(0, 3)
+        model.tgt_embedding.weight[EOS] *= 1.5  # some sentences end early
     return model.eval()
 
 
+def test_lively_models_write_sentences_of_many_lengths():
+    outputs = []
+    for seed in range(20):
+        src = torch.randint(4, 14, (5, 4))
+        outputs += book.greedy(lively_model(seed), src, 6)
+    assert len(set(map(len, outputs))) > 8
+    assert len(set(map(tuple, outputs))) > 60
+
+
+LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=6)
+
+
+@pytest.mark.parametrize("greedy", [book.greedy, book.greedy_plain])
 @settings(max_examples=15, deadline=None)
-@given(
-    seed=st.integers(0, 99),
-    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6),
-)
-def test_a_batch_is_decoded_like_each_sentence_alone(seed, lengths):
+@given(seed=st.integers(0, 99), lengths=LENGTHS)
+def test_a_batch_is_decoded_like_each_sentence_alone(greedy, seed, lengths):
     model = lively_model(seed)
     rows = [torch.randint(4, 14, (n,)).tolist() for n in lengths]
-    together = book.greedy(model, book.pad(rows), extra=6)
+    together = greedy(model, book.pad(rows), extra=6)
     assert together == [plain_greedy(model, row, 6) for row in rows]
+
+
+# ------------------------------------------------- keys and values kept
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 99),
+    lengths=LENGTHS,
+    width=st.integers(1, 3),
+    T=st.integers(1, 9),
+    norm_first=st.booleans(),
+    shared=st.booleans(),
+)
+def test_cached_logits_are_those_of_the_whole_decoder(
+    seed, lengths, width, T, norm_first, shared
+):
+    model = lively_model(seed, norm_first=norm_first, shared=shared)
+    src = book.pad([torch.randint(4, 14, (n,)).tolist() for n in lengths])
+    tgt = torch.randint(0, 14, (width * len(src), T))
+    tgt[tgt == PAD] = UNK
+    with torch.no_grad():
+        whole = model(src.repeat_interleave(width, 0), tgt)
+        cache = book.Cache(model, *model.encode(src), width)
+        for t in range(T):
+            torch.testing.assert_close(
+                cache.read(tgt[:, t]), whole[:, t], rtol=1e-4, atol=1e-4
+            )
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 99), data=st.data())
+def test_texts_may_leave_the_cache_and_change_their_places(seed, data):
+    model = lively_model(seed)
+    src = book.pad([torch.randint(4, 14, (n,)).tolist() for n in (3, 7, 1)])
+    tgt = torch.randint(4, 14, (6, 6))  # two texts for each source
+    sources = data.draw(st.lists(st.sampled_from([0, 1, 2]), max_size=3,
+                                 min_size=1, unique=True))  # fmt: skip
+    places = st.lists(st.integers(0, 1), min_size=2, max_size=2)
+    texts = [2 * i + k for i in sources for k in data.draw(places)]
+    with torch.no_grad():
+        cache = book.Cache(model, *model.encode(src), 2)
+        for t in range(3):
+            cache.read(tgt[:, t])
+        cache.keep(torch.tensor(texts), torch.tensor(sources))
+        rest = torch.randint(4, 14, (len(texts), 3))
+        now = torch.cat([tgt[texts, :3], rest], dim=1)
+        whole = model(src[sources].repeat_interleave(2, 0), now)
+        for t in range(3, 6):
+            torch.testing.assert_close(
+                cache.read(now[:, t]), whole[:, t], rtol=1e-4, atol=1e-4
+            )
+
+
+def count_rows(module):
+    """A list that grows by the shape of each of the module's inputs."""
+    seen = []
+    module.register_forward_pre_hook(
+        lambda _, inputs: seen.append(tuple(inputs[0].shape))
+    )
+    return seen
+
+
+def test_keys_and_values_of_the_source_are_computed_once():
+    model = lively_model(1)
+    seen = [
+        count_rows(matrix)
+        for layer in model.decoder.layers
+        for matrix in (layer.cross_attention.W_K, layer.cross_attention.W_V)
+    ]
+    src = torch.randint(4, 14, (4, 5))
+    outputs = book.greedy(model, src, extra=20)
+    assert max(map(len, outputs)) > 5
+    assert seen == [[(4, 5, 32)]] * 4  # two matrices in two layers
+
+
+def test_each_word_goes_through_the_layers_once():
+    model = lively_model(12)
+    src = torch.randint(4, 14, (5, 4))
+    outputs = book.greedy(model, src, extra=20)
+    assert len(set(map(len, outputs))) > 2  # they end at different times
+    seen = count_rows(model.decoder.layers[-1].feed_forward)
+    assert book.greedy(model, src, extra=20) == outputs
+    limit = 24
+    steps = min(limit, 1 + max(map(len, outputs)))
+    alive = [sum(len(o) >= t for o in outputs) for t in range(steps)]
+    assert seen == [(rows, 1, 32) for rows in alive]
+
+
+def test_the_order_of_words_does_not_depend_on_the_cache_of_another():
+    model = lively_model(5)
+    src = torch.randint(4, 14, (3, 4))
+    first = book.greedy(model, src, 10)
+    book.greedy(model, src.flip(0), 10)
+    assert book.greedy(model, src, 10) == first
+
+
+# ----------------------------------------------------------- when it stops
 
 
 def scripted_model(lengths):
@@ -71,28 +186,45 @@ def scripted_model(lengths):
 
 def test_each_sentence_stops_at_its_own_end():
     model, _ = scripted_model([3, 0, 5])
-    outputs = book.greedy(model, torch.full((3, 4), 9))
+    outputs = book.greedy_plain(model, torch.full((3, 4), 9))
     assert outputs == [[7] * 3, [], [7] * 5]
 
 
 def test_no_step_more_than_needed_and_ended_sentences_leave():
     model, calls = scripted_model([3, 0, 5])
-    book.greedy(model, torch.full((3, 4), 9))
+    book.greedy_plain(model, torch.full((3, 4), 9))
     assert calls == [3, 2, 2, 2, 1, 1]  # five words and the end: six steps
 
 
-def test_an_endless_sentence_stops_at_source_plus_fifty():
-    model, calls = scripted_model([999, 999])
+def endless_model(word=7):
+    """A model that writes the same word for ever."""
+    model = book.tiny_model().eval()
+    last = model.decoder.layers[-1].residuals[-1].norm
+    with torch.no_grad():
+        last.weight.zero_()  # then the norm's output is its bias
+        last.bias.copy_(torch.eye(32)[0])
+        model.tgt_embedding.weight[:, 0] = -9
+        model.tgt_embedding.weight[word, 0] = 9
+    return model
+
+
+@pytest.mark.parametrize("greedy", [book.greedy, book.greedy_plain])
+def test_an_endless_sentence_stops_at_source_plus_fifty(greedy):
     src = torch.tensor([[9, 9, 9, EOS], [9, EOS, PAD, PAD]])
-    outputs = book.greedy(model, src)
-    assert [len(output) for output in outputs] == [54, 52]
-    assert len(calls) == 54
+    model = endless_model()
+    seen = count_rows(model.decoder.layers[0].feed_forward)
+    assert greedy(model, src) == [[7] * 54, [7] * 52]
+    assert len(seen) == 54
 
 
-def test_special_tokens_are_never_written():
+@pytest.mark.parametrize("greedy", [book.greedy, book.greedy_plain])
+def test_special_tokens_are_never_written(greedy):
     for seed in range(5):
-        outputs = book.greedy(lively_model(seed), torch.full((4, 3), 9), 8)
+        outputs = greedy(lively_model(seed), torch.full((4, 3), 9), 8)
         assert not {PAD, BOS, UNK, EOS} & {t for o in outputs for t in o}
+    for word in (PAD, BOS, UNK):
+        outputs = greedy(endless_model(word), torch.full((2, 3), 9), 8)
+        assert not {PAD, BOS, UNK} & {t for o in outputs for t in o}
 
 
 def test_decoding_needs_evaluation_mode_and_sees_to_it():
@@ -119,3 +251,56 @@ def test_evaluation_mode_is_put_back_after_an_error():
 
 def test_an_empty_batch_gives_nothing():
     assert book.greedy(book.tiny_model(), torch.zeros(0, 3).long()) == []
+
+
+# ------------------------------------- beam search, see also test_beam.py
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 99),
+    lengths=LENGTHS,
+    width=st.integers(2, 5),
+    alpha=st.sampled_from([0.0, 0.6, 1.0]),
+)
+def test_stopping_early_finds_the_same_best(seed, lengths, width, alpha):
+    model = lively_model(seed)
+    src = book.pad([torch.randint(4, 14, (n,)).tolist() for n in lengths])
+    how = dict(width=width, alpha=alpha, extra=6)
+    early = book.beam_search(model, src, **how)
+    late = book.beam_search(model, src, first=False, **how)
+    for one, all_ in zip(early, late, strict=True):
+        assert math.isclose(one[0].score, all_[0].score, rel_tol=1e-4)
+        assert one[0].tokens == all_[0].tokens
+        scores = [h.score for h in all_]
+        assert scores == sorted(scores, reverse=True)
+        assert len({tuple(h.tokens) for h in all_}) == len(all_) == width
+
+
+def test_a_longer_translation_may_still_win():
+    """Its end is worse than the first one's as a sum, better as a score."""
+    first, middle, last = {EOS: 0.55, 7: 0.45}, {7: 0.99, EOS: 0.01}, {EOS: 1}
+    steps = iter([first, *[middle] * 4, *[last] * 50])
+
+    def logits(states):
+        table = torch.full((len(states), 14), -30.0)
+        for word, probability in next(steps).items():
+            table[:, word] = math.log(probability)
+        return table
+
+    model = book.tiny_model().eval()
+    model.tgt_embedding.logits = logits
+    [found] = book.beam_search(model, torch.full((1, 9), 9), width=2)
+    assert found[0].tokens == [7] * 5
+    total = math.log(0.45) + 4 * math.log(0.99)
+    assert math.isclose(found[0].log_prob, total, rel_tol=1e-4)
+    assert math.isclose(found[0].score, total / (11 / 6) ** 0.6, rel_tol=1e-4)
+
+
+def test_a_beam_stops_at_source_plus_fifty_and_writes_no_specials():
+    src = torch.tensor([[9, 9, 9, EOS], [9, EOS, PAD, PAD]])
+    found = book.beam_search(endless_model(), src, first=False)
+    for hypotheses, limit in zip(found, (54, 52)):
+        assert max(len(h.tokens) for h in hypotheses) == limit
+        words = {token for h in hypotheses for token in h.tokens}
+        assert not {PAD, BOS, UNK, EOS} & words

@@ -161,7 +161,7 @@ def test_attention_dropout_reaches_the_attention():
 
 def test_each_dropout_of_the_configuration_is_used():
     model = book.tiny_model(dropout=0.25, attention_dropout=0.125)
-    rates = [m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)]
+    rates = [m.p for m in model.modules() if isinstance(m, book.Dropout)]
     assert rates.count(0.125) == 6  # one for each attention
     assert rates.count(0.25) == 2 * 2 + 2 * 3 + 1  # sub-layers, embedding
 

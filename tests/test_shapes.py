@@ -19,7 +19,7 @@ SHRINKING = {"rows", "A"}  # not the same size throughout a call
 def dimensions(text):
     """The words of "B, T, D", or None if it is no list of dimensions."""
     words = [word.strip() for word in text.split(",") if word.strip()]
-    legal = re.compile(r"\.\.\.|[A-Z](/\d)?( \+ 1)?|\d+|rows")
+    legal = re.compile(r"\.\.\.|\d?[A-Z](/\d)?( \+ 1)?|\d+|rows")
     return words if words and all(map(legal.fullmatch, words)) else None
 
 
@@ -82,6 +82,9 @@ class ShapeTracer:
             letter, _, rest = word.partition(" + ")
             letter, _, part = letter.partition("/")
             size = (size - int(rest or 0)) * int(part or 1)
+            if letter[1:]:  # such as 2R
+                fits &= size % int(letter[0]) == 0
+                size, letter = size // int(letter[0]), letter[1]
             known = GLOBAL | letters
             letters.setdefault(letter, size)
             if letter.isdigit():
@@ -101,7 +104,10 @@ def run_everything():
     batch = next(book.stream(pairs, 100))
     book.backward(model, batch, batch.count(), 0.1)
     model(batch.src, batch.read)
-    book.greedy(model, batch.src, extra=2)
+    book.backward_r_drop(model, batch, batch.count(), 0.1)
+    for greedy in (book.greedy, book.greedy_plain):
+        greedy(model, batch.src, extra=2)
+    book.beam_search(model, batch.src, width=3, extra=2)
     book.layer_norm(torch.randn(3, 16), 1.0, 0.0)
     book.positional_encoding(9, 16)
 

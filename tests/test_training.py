@@ -81,8 +81,21 @@ def test_epochs_differ_seeds_differ_and_one_seed_repeats():
     assert first(0, 1) != first(1, 1)
 
 
-def test_skipped_batches_are_those_already_seen():
-    pairs = random_pairs()
+def test_each_epoch_has_its_own_pairs():
+    parts = [random_pairs(9, 4, seed=epoch) for epoch in range(3)]
+    batches = book.stream(parts.__getitem__, 10_000)  # one an epoch
+    for pairs, batch in zip(parts, batches):
+        rows = [[t for t in row if t != PAD] for row in batch.tgt.tolist()]
+        assert sorted(rows) == sorted(tgt for _, tgt in pairs)
+
+
+def pairs_of_the_epoch(epoch):
+    """Other pairs in each epoch, and another number of batches."""
+    return random_pairs(40 + 7 * epoch, seed=epoch)
+
+
+@pytest.mark.parametrize("pairs", [random_pairs(), pairs_of_the_epoch])
+def test_skipped_batches_are_those_already_seen(pairs):
     whole = list(itertools.islice(book.stream(pairs, 40), 50))
     later = list(itertools.islice(book.stream(pairs, 40, skip=30), 20))
     for a, b in zip(whole[30:], later, strict=True):
@@ -106,6 +119,80 @@ def test_adam_has_the_settings_of_the_paper():
     assert group["betas"] == (0.9, 0.98)
     assert group["eps"] == 1e-9
     assert group["weight_decay"] == 0
+
+
+@pytest.mark.parametrize("steps, warmup", [(50, 10), (7, 1), (10, 10)])
+def test_a_linear_rate_comes_to_rest_after_the_last_update(steps, warmup):
+    recipe = Recipe(steps=steps, warmup=warmup, factor=2.0, decay="linear")
+    rates = [recipe.rate(n, 64) for n in range(1, steps + 1)]
+    peak = book.learning_rate(warmup, 64, warmup, 2.0)
+    assert math.isclose(max(rates), peak)
+    assert math.isclose(rates[warmup - 1], peak)
+    falls = [a - b for a, b in itertools.pairwise(rates[warmup - 1 :])]
+    for fall in [*falls, rates[-1]]:  # one step more, and it is 0
+        assert math.isclose(fall, peak / (steps + 1 - warmup))
+
+
+def test_the_rate_is_the_papers_unless_asked_otherwise():
+    recipe = Recipe(warmup=30)
+    for n in (1, 29, 30, 31, 500):
+        assert recipe.rate(n, 64) == book.learning_rate(n, 64, 30)
+
+
+# 5.4 Dropout
+
+
+@pytest.mark.parametrize("p", [0.1, 0.3, 0.5, 0.9])
+def test_dropout_has_its_rate_at_each_of_the_eight_bytes(p):
+    x = torch.ones(80_000, dtype=torch.double)
+    y = book.Dropout(p)(x).view(-1, 8)
+    exact = round(256 * p) / 256
+    assert abs(exact - p) <= 1 / 512
+    dropped = (y == 0).double().mean(0)  # for each place in a draw
+    assert (dropped - exact).abs().max() < 5 * (exact / 10_000) ** 0.5
+    kept = torch.tensor(1 / (1 - exact), dtype=torch.double)
+    torch.testing.assert_close(y[y != 0].unique(), kept[None])
+
+
+def test_dropout_of_neighbours_is_independent():
+    y = book.Dropout(0.5)(torch.ones(160_000)).view(-1, 16) - 1
+    together = y.T @ y / len(y)  # 1 on the diagonal
+    torch.testing.assert_close(together, torch.eye(16), atol=0.05, rtol=0)
+
+
+def test_dropout_repeats_from_a_seed_and_not_otherwise():
+    drop, x = book.Dropout(0.3), torch.ones(3, 5, 7)
+    torch.manual_seed(4)
+    first, second = drop(x), drop(x)
+    torch.manual_seed(4)
+    assert drop(x).equal(first) and not first.equal(second)
+
+
+@pytest.mark.parametrize("shape", [(0,), (1,), (7,), (8,), (9,), (3, 5, 7)])
+def test_dropout_keeps_the_shape_and_the_kind_of_number(shape):
+    for kind in (torch.float32, torch.float64):
+        y = book.Dropout(0.3)(torch.ones(shape, dtype=kind))
+        assert y.shape == shape and y.dtype == kind
+
+
+def test_dropout_changes_nothing_in_evaluation_or_at_rate_zero():
+    x = torch.randn(5, 7)
+    assert book.Dropout(0.3).eval()(x) is x
+    assert book.Dropout(0.0)(x) is x
+
+
+def test_the_gradient_of_dropout_is_its_mask():
+    x = torch.randn(50, 20, requires_grad=True)
+    y = book.Dropout(0.4)(x)
+    y.sum().backward()
+    torch.testing.assert_close(y, x * x.grad)
+    assert len(x.grad.unique()) == 2
+
+
+def test_dropout_of_rows_that_do_not_lie_in_order():
+    x = torch.arange(1.0, 61).view(6, 10).T  # not contiguous
+    y = book.Dropout(0.5)(x)
+    assert set((y / x).unique().tolist()) == {0.0, 2.0}
 
 
 # 5.4 Label smoothing
@@ -234,11 +321,154 @@ def test_perplexity_knows_neither_smoothing_nor_padding():
         (dict(warmup=0), "warmup must be at least 1"),
         (dict(max_tokens=0), "max_tokens must be at least 1"),
         (dict(smoothing=1.0), r"smoothing must be in \[0, 1\)"),
+        (dict(ema=1.0), r"ema must be in \[0, 1\)"),
+        (dict(bpe_dropout=1.0), r"bpe_dropout must be in \[0, 1\)"),
+        (dict(r_drop=-1.0), "r_drop must not be negative"),
+        (dict(decay="fast"), 'decay must be "root" or "linear"'),
     ],
 )
 def test_impossible_recipes_are_refused(wrong, words):
     with pytest.raises(InputError, match=words):
         Recipe(**wrong)
+
+
+# R-Drop
+
+
+def a_batch():
+    return book.Batch(*map(book.pad, zip(*random_pairs(7, 5))))
+
+
+def gradients_of(model, gradient, batch, **how):
+    model.zero_grad()
+    loss = gradient(model, batch, batch.count(), 0.1, **how)
+    return float(loss), [w.grad.clone() for w in model.parameters()]
+
+
+@settings(max_examples=20, deadline=None)
+@given(rows=st.integers(1, 9), vocab=st.integers(2, 9))
+def test_disagreement_is_two_divergences_and_its_gradient_too(rows, vocab):
+    logits = torch.randn(2, rows, vocab, dtype=torch.double)
+    logits.requires_grad_()
+    p, q = logits.log_softmax(-1)
+    plain = (p.exp() * (p - q)).sum() + (q.exp() * (q - p)).sum()
+    ours = book.disagreement(p, q)
+    torch.testing.assert_close(ours, plain)
+    torch.testing.assert_close(
+        torch.autograd.grad(ours, logits, retain_graph=True),
+        torch.autograd.grad(plain, logits),
+    )
+    assert book.disagreement(p, p) == 0 < ours
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0, 5.0])
+@pytest.mark.parametrize("rows", [3, 1000])
+def test_r_drop_is_its_formula_with_two_dropouts(alpha, rows):
+    """The gradient of the formula by autograd alone, in one piece."""
+    model, batch = book.tiny_model(dropout=0.3).double(), a_batch()
+    torch.manual_seed(3)
+    loss, ours = gradients_of(
+        model, book.backward_r_drop, batch, alpha=alpha, rows=rows
+    )
+    torch.manual_seed(3)  # the same dropout once more
+    twice = [torch.cat([side, side]) for side in (batch.src, batch.read)]
+    logs = model(*twice).log_softmax(-1).chunk(2)
+    real = batch.labels != PAD
+    first, second = (log[real] for log in logs)  # (R, V)
+    assert not first.allclose(second)
+    losses = [
+        book.smoothed_loss(log, batch.labels[real]) for log in (first, second)
+    ]
+    mean = sum(losses) / 2
+    kl = [
+        torch.nn.functional.kl_div(a, b, reduction="sum", log_target=True)
+        for a, b in ((first, second), (second, first))
+    ]
+    whole = (mean + alpha / 4 * sum(kl)) / batch.count()
+    plain = torch.autograd.grad(whole, list(model.parameters()))
+    torch.testing.assert_close(ours, list(plain))
+    assert math.isclose(loss, mean.item(), rel_tol=1e-6)
+
+
+def test_without_dropout_r_drop_is_plain_training():
+    model, batch = book.tiny_model().double(), a_batch()
+    torch.testing.assert_close(
+        gradients_of(model, book.backward_r_drop, batch, alpha=5.0),
+        gradients_of(model, book.backward, batch),
+    )
+
+
+# Averages
+
+
+def test_a_moving_average_follows_and_ends_at_constant_weights():
+    model = book.tiny_model()
+    moving = book.MovingAverage(model, 0.9)
+    start = [w.detach().clone() for w in model.parameters()]
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += 1
+    last = 0.0
+    for step in range(1, 60):
+        moving.update(model, step)
+        way = float((moving.weights[0] - start[0]).mean())
+        assert last <= way <= 1.0001
+        last = way
+    assert last > 0.99
+
+
+def test_a_moving_average_is_the_sum_by_hand():
+    model, decay = book.tiny_model(), 0.9
+    moving = book.MovingAverage(model, decay)
+    expected = model.src_embedding.weight.detach().double().clone()
+    for step in range(1, 40):
+        with torch.no_grad():
+            model.src_embedding.weight.normal_()
+        moving.update(model, step)
+        kept = min(decay, (1 + step) / (10 + step))
+        now = model.src_embedding.weight.detach().double()
+        expected = kept * expected + (1 - kept) * now
+    torch.testing.assert_close(
+        moving.weights[0].double(), expected, rtol=1e-4, atol=1e-5
+    )
+
+
+def test_inside_a_moving_average_the_model_is_the_average():
+    model = book.tiny_model()
+    moving = book.MovingAverage(model, 0.9)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += 1
+    now = [w.detach().clone() for w in model.parameters()]
+    average = [w.clone() for w in moving.weights]
+    optimizer = book.adam(model)
+    with pytest.raises(KeyError), moving.inside(model):
+        torch.testing.assert_close(
+            [*map(torch.detach, model.parameters())], average
+        )
+        assert model.src_embedding.weight is model.tgt_embedding.weight
+        raise KeyError
+    after = [*model.parameters()]
+    assert all(a.equal(b) for a, b in zip(after, now))
+    assert all(a.equal(b) for a, b in zip(moving.weights, average))
+    known = optimizer.param_groups[0]["params"]
+    assert all(a is b for a, b in zip(after, known))
+
+
+@settings(max_examples=20, deadline=None)
+@given(number=st.integers(1, 6), shared=st.booleans())
+def test_an_average_is_the_mean_and_leaves_its_parts_alone(number, shared):
+    states = []
+    for _ in range(number):
+        states.append(book.tiny_model(shared=shared).state_dict())
+    before = [{k: v.clone() for k, v in s.items()} for s in states]
+    mean = book.average_weights(iter(states))
+    for name in mean:
+        stacked = torch.stack([state[name] for state in before])
+        torch.testing.assert_close(mean[name], stacked.mean(0))
+        assert all(a[name].equal(b[name]) for a, b in zip(states, before))
+    tied = mean["src_embedding.weight"].equal(mean["tgt_embedding.weight"])
+    assert tied == shared
 
 
 # Devices

@@ -13,6 +13,7 @@ import hashlib
 import html as markup
 import os
 import re
+import shutil
 import sys
 import tempfile
 import time
@@ -94,8 +95,8 @@ def first_lines(book):
 def execute(path):
     """Run the book as its reader would who has the notebook file alone.
 
-    The working folder is empty and real data is not offered, so the notebook
-    depends on no file of this repository.
+    The working folder is empty but for the published model, and real data is
+    not offered, so the notebook depends on no other file of this repository.
     """
     book = read_source()
     lines = first_lines(book)
@@ -111,6 +112,8 @@ def execute(path):
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
         folder = Path(scratch, "book")
         folder.mkdir()
+        for model in (ROOT / "results").glob("model-*"):
+            shutil.copytree(model, folder / "results" / model.name)
         # IPython's own folder too: the user's start-up files stay out.
         environment = os.environ | {"IPYTHONDIR": f"{scratch}/ipython"}
         environment.pop("ANNOTATED_TRANSFORMER_DATA", None)

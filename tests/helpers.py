@@ -1,0 +1,88 @@
+"""What the tests of the command line and of long runs share."""
+
+import contextlib
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+import annotated_transformer as book
+
+SCRIPT = Path(book.__file__)
+ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
+
+
+def fresh(*arguments, text=None, **options):
+    """Run the script in a process of its own."""
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *map(str, arguments)],
+        input=text, capture_output=True, timeout=300,
+        env=ONE_THREAD, **options,
+    )  # fmt: skip
+
+
+def run(capsys, *arguments):
+    """Run a command here: (exit status, standard output, error output)."""
+    capsys.readouterr()
+    status = book.main([*map(str, arguments)])
+    shown = capsys.readouterr()
+    return status, shown.out, shown.err
+
+
+def refused(capsys, *arguments):
+    """The error message of a command that must refuse its input."""
+    status, output, errors = run(capsys, *arguments)
+    assert status == 2
+    assert output == "" and "Traceback" not in errors
+    lines = errors.splitlines()
+    [start] = [i for i, row in enumerate(lines) if row.startswith("error: ")]
+    return "\n".join(lines[start:])
+
+
+def contents(folder):
+    """{file name: bytes} of all that is in a folder."""
+    return {p.name: p.read_bytes() for p in folder.iterdir()}
+
+
+def weights(folder):
+    """The weights that a folder's model translates with."""
+    return torch.load(folder / "weights.pt", weights_only=True)
+
+
+def checkpoint(folder):
+    """All that the next update depends on; not the time it took."""
+    state = torch.load(folder / "checkpoint.pt", weights_only=True)
+    step, _, best = state.pop("numbers")
+    return state | {"step": step, "best": best}
+
+
+def same(one, other):
+    """Whether two trees of tensors and numbers are equal, bit for bit."""
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and one.equal(other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(
+            same(one[name], other[name]) for name in one
+        )
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other
+
+
+def training_command(corpus, out, steps, *more):
+    """A run on whole words; of an option given twice the later counts."""
+    return [
+        "train", "--corpus", corpus, "--out", out, "--steps", steps,
+        "--save-every", 100, "--pieces", 0, "--device", "cpu", *more,
+    ]  # fmt: skip
+
+
+def trained(corpus, out, *details):
+    """The folder of a run that must succeed."""
+    arguments = training_command(corpus, out, *details)
+    with contextlib.redirect_stderr(io.StringIO()):
+        assert book.main([*map(str, arguments)]) == 0
+    return out

@@ -1,0 +1,202 @@
+"""Beam search: what it finds, what it scores, and when it stops."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import annotated_transformer as book
+from annotated_transformer import BOS, EOS, PAD, UNK
+
+lengths = st.lists(st.integers(1, 9), min_size=1, max_size=5)
+seeds = st.integers(0, 999)
+
+
+def sources(seed, lengths):
+    torch.manual_seed(seed)
+    model = book.restless_model()
+    return model, [torch.randint(4, 14, (n,)).tolist() for n in lengths]
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=seeds, lengths=lengths)
+def test_a_beam_of_one_is_greedy(seed, lengths):
+    model, rows = sources(seed, lengths)
+    found = book.beam_search(model, book.pad(rows), width=1, extra=6)
+    assert [h[0].tokens for h in found] == book.greedy(
+        model, book.pad(rows), extra=6
+    )
+
+
+@settings(max_examples=10, deadline=None)
+@given(seed=seeds, alpha=st.sampled_from([0.0, 0.6, 1.0]))
+def test_a_beam_for_everything_finds_the_best_of_all(seed, alpha):
+    torch.manual_seed(seed)
+    model = book.restless_model(src_vocab=6, tgt_vocab=6)
+    src, best = torch.tensor([[4, 5]]), (-math.inf, None)
+    for length in range(4):
+        for tokens in itertools.product((4, 5), repeat=length):
+            total = book.log_probability(model, src, tokens)
+            score = total / book.length_penalty(length + 1, alpha)
+            best = max(best, (score, [*tokens]))
+    for first in (False, True):
+        [found] = book.beam_search(
+            model, src, width=15, alpha=alpha, extra=1, first=first
+        )
+        assert found[0].tokens == best[1]
+        assert math.isclose(found[0].score, best[0], rel_tol=1e-4)
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=seeds, lengths=lengths, width=st.integers(2, 6))
+def test_company_and_padding_change_nothing(seed, lengths, width):
+    model, rows = sources(seed, lengths)
+    options = dict(width=width, extra=4, first=False)
+    together = book.beam_search(model, book.pad(rows), **options)
+    for row, found in zip(rows, together):
+        wider = torch.tensor([[*row, PAD, PAD]])
+        [alone] = book.beam_search(model, wider, **options)
+        assert [h.tokens for h in found] == [h.tokens for h in alone]
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=seeds, lengths=lengths, width=st.integers(1, 5))
+def test_each_score_is_the_models_own(seed, lengths, width):
+    model, rows = sources(seed, lengths)
+    found = book.beam_search(
+        model, book.pad(rows), width, extra=4, first=False
+    )
+    for row, hypotheses in zip(rows, found):
+        assert len(hypotheses) == width
+        assert len({tuple(h.tokens) for h in hypotheses}) == width
+        scores = [h.score for h in hypotheses]
+        assert scores == sorted(scores, reverse=True)
+        for h in hypotheses:
+            own = book.log_probability(model, book.pad([row]), h.tokens)
+            assert math.isclose(h.log_prob, own, rel_tol=1e-3, abs_tol=1e-4)
+            lp = ((5 + len(h.tokens) + 1) / 6) ** 0.6
+            assert math.isclose(h.score, h.log_prob / lp, rel_tol=1e-5)
+            assert len(h.tokens) <= len(row) + 4
+            assert not {PAD, BOS, EOS, UNK} & {*h.tokens}
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=seeds, lengths=lengths, width=st.integers(2, 6))
+def test_stopping_early_loses_nothing(seed, lengths, width):
+    model, rows = sources(seed, lengths)
+    src = book.pad(rows)
+    late = book.beam_search(model, src, width, extra=8, first=False)
+    early = book.beam_search(model, src, width, extra=8)
+    for one, other in zip(early, late):  # batches round in their own way
+        assert math.isclose(one[0].score, other[0].score, rel_tol=1e-5)
+
+
+def test_stopping_early_saves_steps(monkeypatch):
+    """A model sure of the end after one word needs no fifty steps."""
+    model, steps = book.tiny_model().eval(), []
+    with torch.no_grad():
+        model.tgt_embedding.weight.zero_()
+        model.tgt_embedding.weight[7, 0] = 1.0
+        model.tgt_embedding.weight[EOS, 1] = 1.0
+
+    def read(cache, words):
+        steps.append(len(words))
+        cache.length += 1
+        state = torch.zeros(len(words), 32)
+        state[:, 0 if cache.length == 1 else 1] = 12.0
+        return model.tgt_embedding.logits(state)
+
+    monkeypatch.setattr(book.Cache, "read", read)
+    monkeypatch.setattr(book.Cache, "keep", lambda *_: None)
+    src = torch.tensor([[9, EOS]])
+    [found] = book.beam_search(model, src, width=3)
+    assert found[0].tokens == [7]
+    assert len(steps) == 2
+    steps.clear()
+    book.beam_search(model, src, width=3, first=False)
+    assert len(steps) > 2
+
+
+def test_a_wider_beam_finds_no_less_likely_sentence():
+    gains = 0
+    for seed in range(8):
+        model, rows = sources(seed, [5, 7])
+        score = {}
+        for width in (1, 64):
+            found = book.beam_search(model, book.pad(rows), width, 0.0, 3)
+            score[width] = [h[0].score for h in found]
+        for narrow, wide in zip(score[1], score[64]):
+            assert wide >= narrow - 1e-4
+            gains += wide > narrow + 1e-3
+    assert gains  # and sometimes a better one
+
+
+def test_the_translator_gives_n_best_texts_in_order():
+    translator = book.Translator(
+        book.restless_model(),
+        [book.Vocabulary(book.DIGITS)] * 2,
+        ("en", "en"),
+    )
+    texts = ["7 1 9 2 0", "", "4 4"]
+    found = translator.best(texts, beam=3)
+    assert [len(h) for h in found] == [3, 1, 3]
+    assert found[1] == [(0.0, "")]
+    best = [h[0][1] for h in found]
+    assert best == translator.translate(texts, beam=3)
+    assert translator.translate(texts, beam=1) == translator.translate(texts)
+
+
+@pytest.mark.parametrize("length", [1, 7, 55])
+def test_the_length_penalty_is_that_of_wu(length):
+    assert book.length_penalty(1) == 1.0
+    expected = (5 + length) ** 0.6 / (5 + 1) ** 0.6
+    assert math.isclose(book.length_penalty(length, 0.6), expected)
+    assert book.length_penalty(length, 0.0) == 1.0
+
+
+def test_bleu_knows_its_extremes():
+    text = "a man sleeps on a green couch today .".split()
+    assert book.bleu_by_hand([text], [text]) == (100, [100.0] * 4, 1.0)
+    half = [text[:6]]
+    score, precisions, penalty = book.bleu_by_hand(half, [text])
+    assert precisions == [100.0] * 4
+    assert math.isclose(penalty, math.exp(1 - 9 / 6))
+    assert math.isclose(score, 100 * penalty)
+    _, [first, *_], _ = book.bleu_by_hand([["a"] * 9], [text])
+    assert math.isclose(first, 100 * 2 / 9)  # clipped at the reference's two
+
+
+def test_measures_agree_with_sacrebleu_and_the_cross_entropy():
+    import torch.nn.functional as F
+    from sacrebleu.metrics import BLEU, CHRF
+
+    model = book.tiny_model()
+    vocabulary = book.Vocabulary(book.DIGITS)
+    translator = book.Translator(model, [vocabulary] * 2, ("en", "en"))
+    pairs = [("7 1 9 2 0", "7 1 9 2 0"), ("4 4 3 2 1", "4 4 3 2 2")]
+    facts, outputs = book.measure(translator, pairs, beam=2)
+    references = [[reference for _, reference in pairs]]
+    lower = BLEU(lowercase=True, force=True)
+    score = lower.corpus_score(outputs, references)
+    assert math.isclose(facts["bleu"], score.score, abs_tol=0.01)
+    assert facts["signature"] == str(lower.get_signature())
+    assert "case:lc" in facts["signature"]
+    assert "case:mixed" in facts["signature_cased"]
+    assert math.isclose(facts["cumulative"][3], facts["bleu"], abs_tol=0.06)
+    chrf = CHRF().corpus_score(outputs, references).score
+    assert math.isclose(facts["chrf"], chrf, abs_tol=0.01)
+    losses = []
+    model.eval()
+    for pair in pairs:
+        src, tgt = map(torch.tensor, translator.encode_texts(*pair))
+        logits = model(src[None], tgt[None, :-1])[0]
+        losses.append(F.cross_entropy(logits, tgt[1:]))
+    loss = float(torch.stack(losses).mean().detach())
+    assert math.isclose(facts["loss"], loss, abs_tol=1e-3)
+    assert facts["parameters"] == book.parameter_count(model)
+    assert math.isclose(
+        facts["megabytes"], 4 * facts["parameters"] / 1e6, abs_tol=0.01
+    )

@@ -1,0 +1,579 @@
+"""Training that lasts: killed at any moment, a run goes on as it was."""
+
+import contextlib
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import (
+    ONE_THREAD,
+    SCRIPT,
+    checkpoint,
+    contents,
+    fresh,
+    refused,
+    run,
+    same,
+    trained,
+    training_command,
+    weights,
+)
+
+import annotated_transformer as book
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+# All that draws random numbers or remembers the past.
+LEVERS = [
+    "--pieces", 150, "--norm-first", "--dropout", 0.2, "--r-drop", 1,
+    "--attention-dropout", 0.1, "--bpe-dropout", 0.1, "--ema", 0.9,
+    "--warmup", 5, "--batch-tokens", 300, "--average", 3, "--save-every", 4,
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def few(corpus, tmp_path_factory):
+    """A corpus of 50 pairs: a run of twelve updates reads it twice."""
+    folder = tmp_path_factory.mktemp("few")
+    for part, size in {"train": 50, "val": 3}.items():
+        for language in ("de", "en"):
+            text = (corpus / f"{part}.{language}").read_text("utf-8")
+            lines = text.splitlines(keepends=True)[:size]
+            path = folder / f"{part}.{language}"
+            path.write_text("".join(lines), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Make the preset tiny very small, for runs in this process."""
+    sizes = dict(N=1, d_model=16, d_ff=16, h=2, dropout=0.1)
+    monkeypatch.setitem(book.PRESETS, "tiny", sizes)
+
+
+@pytest.fixture(scope="module")
+def whole(few, tmp_path_factory):
+    """The folder of a run that nobody stopped, of the full size."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    return trained(few, out, 12, *LEVERS)
+
+
+def resume(corpus, out, *details):
+    """Go on in this process, from the start if nothing was written."""
+    began = (out / "checkpoint.pt").exists()
+    return trained(corpus, out, *details, *(["--resume"] if began else []))
+
+
+def same_run(one, other):
+    """Whether two folders hold the same files, times aside."""
+    assert sorted(contents(one)) == sorted(contents(other))
+    assert same(checkpoint(one), checkpoint(other))
+    for path in one.glob("weights*.pt"):
+        assert same(*(torch.load(f / path.name) for f in (one, other)))
+    for name in ("model.json", "pieces.model"):
+        assert (one / name).read_bytes() == (other / name).read_bytes()
+    logs = [book.read_log(folder) for folder in (one, other)]
+    assert [line["step"] for line in logs[0]] == [
+        line["step"] for line in logs[1]
+    ]
+    return True
+
+
+# ------------------------------------------------------------------- killed
+
+
+def start(corpus, out, *details):
+    began = (out / "checkpoint.pt").exists()
+    arguments = training_command(corpus, out, *details)
+    arguments += ["--resume"] if began else []
+    return subprocess.Popen(
+        [sys.executable, str(SCRIPT), *map(str, arguments)],
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        env=ONE_THREAD,
+    )  # fmt: skip
+
+
+def kill_after(process, path, seconds, times=1):
+    """SIGKILL, so long after `path` was written; False if it ended."""
+
+    def written():
+        return path.stat().st_mtime_ns if path.exists() else 0
+
+    before = written()
+    try:
+        while process.poll() is None and times:
+            if written() != before:
+                before, times = written(), times - 1
+            time.sleep(0.002)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(seconds)
+    finally:
+        process.kill()
+        process.wait()
+    return process.returncode == -signal.SIGKILL
+
+
+def test_a_killed_run_can_be_resumed(few, whole, tmp_path):
+    out = tmp_path / "killed"
+    process = start(few, out, 12, *LEVERS)
+    assert kill_after(process, out / "checkpoint.pt", 0.1, times=2)
+    assert 0 < checkpoint(out)["step"] < 12
+    resume(few, out, 12, *LEVERS)
+    assert same_run(out, whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_run_killed_many_times_ends_the_same(few, whole, tmp_path, seed):
+    out, draw, kills = tmp_path / "killed", random.Random(seed), 0
+    while kills < 4:
+        process = start(few, out, 12, *LEVERS)
+        name = draw.choice(["log.jsonl", "checkpoint.pt"])
+        if not kill_after(process, out / name, draw.random()):
+            break  # it was done before
+        kills += 1
+        for path in out.glob("*.pt"):  # what is there is whole
+            torch.load(path, weights_only=True)
+    assert kills > 1
+    arguments = training_command(few, out, 12, *LEVERS, "--resume")
+    assert fresh(*arguments).returncode == 0
+    assert same_run(out, whole)
+
+
+class PowerCut(BaseException):
+    """The end of a process, as far as a test in one process can tell."""
+
+
+def cut_power(monkeypatch, number, when="before"):
+    """Die at the write of that number; the list of what was written."""
+    write_whole, written = book.write_whole, []
+
+    def mortal(path, write):
+        written.append(path.name)
+        if len(written) - 1 != number:
+            return write_whole(path, write)
+        if when == "before":
+            raise PowerCut
+        if when == "after":
+            write_whole(path, write)
+            raise PowerCut
+
+        def half(partial):
+            write(partial)
+            content = partial.read_bytes()
+            partial.write_bytes(content[: len(content) // 2])
+            raise PowerCut
+
+        return write_whole(path, half)
+
+    monkeypatch.setattr(book, "write_whole", mortal)
+    return written
+
+
+@pytest.mark.parametrize("when", ["before", "within", "after"])
+def test_a_run_may_die_at_any_write(few, small, tmp_path, monkeypatch, when):
+    with monkeypatch.context() as patch:
+        written = cut_power(patch, None)
+        whole = trained(few, tmp_path / "whole", 8, *LEVERS)
+    assert written.count("checkpoint.pt") == 3
+    for number in range(len(written)):
+        out = tmp_path / str(number)
+        with monkeypatch.context() as patch, pytest.raises(PowerCut):
+            cut_power(patch, number, when)
+            trained(few, out, 8, *LEVERS)
+        for path in out.glob("*.pt"):  # what is there is whole
+            torch.load(path, weights_only=True)
+        resume(few, out, 8, *LEVERS)
+        assert same_run(out, whole), (written[number], when)
+
+
+def test_half_a_file_is_never_left_in_the_place_of_a_whole_one(
+    capsys, few, small, tmp_path, monkeypatch
+):
+    out, save = trained(few, tmp_path / "out", 4, *LEVERS), torch.save
+    before = contents(out)
+
+    def full_disk(state, path):
+        Path(path).write_bytes(b"half a file")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full_disk)
+    arguments = training_command(few, out, 8, *LEVERS, "--resume")
+    assert "No space left" in refused(capsys, *arguments)
+    after = contents(out)
+    for name in before.keys() - {"log.jsonl", "model.json"}:
+        assert after[name] == before[name], name
+    monkeypatch.setattr(torch, "save", save)
+    resume(few, out, 8, *LEVERS)
+    whole = trained(few, tmp_path / "whole", 4, *LEVERS)
+    assert same_run(out, resume(few, whole, 8, *LEVERS))
+
+
+def test_everything_written_loads_as_tensors_only(whole):
+    files = sorted(whole.glob("*.pt"))
+    assert len(files) == 5
+    for path in files:
+        torch.load(path, weights_only=True)
+    assert not list(whole.glob("*.part"))
+
+
+def test_resuming_a_run_that_is_done_adds_nothing(few, whole, tmp_path):
+    out = Path(shutil.copytree(whole, tmp_path / "copy"))
+    resume(few, out, 12, *LEVERS)
+    assert same_run(out, whole)
+    assert read_scores(out) == read_scores(whole)
+
+
+@pytest.mark.parametrize(
+    "change, named",
+    [
+        (["--ema", 0.8], "ema"),
+        (["--r-drop", 2], "r_drop"),
+        (["--bpe-dropout", 0.3], "bpe_dropout"),
+        (["--pieces", 140], ""),
+        (["--dropout", 0.3], "dropout"),
+        (["--warmup", 6], "warmup"),
+        (["--decay", "linear"], "decay"),
+    ],
+)
+def test_a_run_is_not_resumed_with_other_levers(
+    capsys, few, whole, tmp_path, change, named
+):
+    out = Path(shutil.copytree(whole, tmp_path / "copy"))
+    before = contents(out)
+    arguments = training_command(few, out, 16, *LEVERS, *change, "--resume")
+    message = refused(capsys, *arguments)
+    assert named in message and str(out) in message
+    assert contents(out) == before
+
+
+# -------------------------------------------------- which weights are kept
+
+
+@pytest.mark.parametrize(
+    "average, kept", [(3, "04 05 06"), (1, "06"), (99, None)]
+)
+def test_only_the_last_snapshots_stay(few, small, tmp_path, average, kept):
+    out = tmp_path / "out"
+    trained(few, out, 6, *LEVERS, "--save-every", 1, "--average", average)
+    kept = "01 02 03 04 05 06" if kept is None else kept
+    assert sorted(path.name for path in out.glob("weights-*")) == [
+        f"weights-0000{number}.pt" for number in kept.split()
+    ]
+
+
+def read_scores(folder):
+    return [e["val_bleu"] for e in book.read_log(folder) if "val_bleu" in e]
+
+
+def script_bleu(monkeypatch, scores):
+    """Let the validations get these scores, one after the other."""
+    scores = iter(scores)
+
+    def bleu(*_, **__):
+        return types.SimpleNamespace(score=next(scores))
+
+    monkeypatch.setattr(book, "bleu", bleu)
+
+
+PLAIN = ["--dropout", 0.2, "--save-every", 1]
+
+
+@pytest.mark.parametrize(
+    "scores, best", [([5, 9, 7, 8], 2), ([1, 2, 3, 4], 4), ([9, 1, 1, 1], 1)]
+)
+def test_weights_are_the_best_on_validation(
+    few, small, tmp_path, monkeypatch, scores, best
+):
+    script_bleu(monkeypatch, [*scores, 0])  # the average is no good
+    out = trained(few, tmp_path / "out", 4, *PLAIN)
+    kept = torch.load(out / f"weights-{best:06}.pt", weights_only=True)
+    assert same(weights(out), kept)
+    facts = book.load_description(out)
+    assert (facts["step"], facts["val_bleu"]) == (best, max(scores))
+    assert read_scores(out) == scores
+
+
+def test_a_resumed_run_remembers_its_best(few, small, tmp_path, monkeypatch):
+    script_bleu(monkeypatch, [9, 1, 0])
+    out = trained(few, tmp_path / "out", 2, *PLAIN)
+    before = weights(out)
+    script_bleu(monkeypatch, [8, 7, 0])
+    resume(few, out, 4, *PLAIN)
+    assert same(weights(out), before)
+    assert book.load_description(out)["step"] == 1
+
+
+def test_the_mean_of_the_snapshots_is_a_candidate(
+    few, small, tmp_path, monkeypatch
+):
+    script_bleu(monkeypatch, [5, 9, 7, 8, 10])
+    out = tmp_path / "out"
+    trained(few, out, 4, *PLAIN, "--average", 3, "--pieces", 150)
+    last = [
+        torch.load(out / f"weights-{n:06}.pt", weights_only=True)
+        for n in (2, 3, 4)
+    ]
+    kept = weights(out)
+    for name, weight in kept.items():
+        mean = sum(state[name].double() for state in last) / 3
+        torch.testing.assert_close(weight.double(), mean)
+    assert not same(kept, last[-1])
+    model = book.load_translator(out).model
+    assert model.src_embedding.weight is model.tgt_embedding.weight
+    assert same(checkpoint(out)["model"], last[-1])  # training is as it was
+    [entry] = [e for e in book.read_log(out) if "average_val_bleu" in e]
+    assert (entry["step"], entry["average_val_bleu"]) == (4, 10)
+
+
+def test_with_a_moving_average_that_is_what_is_kept(
+    few, small, tmp_path, monkeypatch
+):
+    script_bleu(monkeypatch, [5, 9, 0])
+    out = tmp_path / "out"
+    trained(few, out, 2, *PLAIN, "--ema", 0.5)
+    state = checkpoint(out)
+    model = book.load_translator(out).model
+    assert same([w.detach() for w in model.parameters()], state["moving"])
+    last = torch.load(out / "weights-000002.pt", weights_only=True)
+    assert same(last, state["model"])
+    assert not same(weights(out), last)
+
+
+def test_training_never_looks_at_the_test_set(
+    few, small, tmp_path, monkeypatch
+):
+    read, seen = book.read_pairs, []
+
+    def watched(folder, part, *languages):
+        seen.append(part)
+        return read(folder, part, *languages)
+
+    monkeypatch.setattr(book, "read_pairs", watched)
+    trained(few, tmp_path / "out", 1)
+    assert sorted(seen) == ["train", "val"]
+
+
+# ------------------------------------------------------------------ the log
+
+
+def test_the_log_says_what_happened(few, small, tmp_path):
+    out = trained(few, tmp_path / "out", 45, "--save-every", 15)
+    text = (out / "log.jsonl").read_text("utf-8")
+    entries = [json.loads(line) for line in text.splitlines()]
+    assert entries == book.read_log(out)
+    losses = {e["step"]: e["loss"] for e in entries if "loss" in e}
+    assert list(losses) == [20, 40, 45]
+    assert 2 < losses[40] < losses[20] < 9
+    for e in entries:
+        if "loss" in e:
+            rate = book.learning_rate(e["step"], 16, 2000, 2.53)
+            assert math.isclose(e["rate"], rate)
+            assert e["tokens_per_second"] > 0
+    scores = {e["step"]: e["val_bleu"] for e in entries if "val_bleu" in e}
+    assert list(scores) == [15, 30, 45]
+    assert all(e["val_loss"] > 0 for e in entries if "val_bleu" in e)
+
+
+def test_steps_of_the_log_never_go_back(few, small, tmp_path):
+    out = trained(few, tmp_path / "out", 4, *LEVERS)
+    with (out / "log.jsonl").open("a", encoding="utf-8") as file:
+        for step in (5, 6, 7):  # from updates that no checkpoint has seen
+            file.write(json.dumps({"step": step, "loss": 9.0}) + "\n")
+    resume(few, out, 8, *LEVERS)
+    steps = [entry["step"] for entry in book.read_log(out)]
+    assert steps == sorted(steps)
+    assert not {5, 6, 7} & set(steps) and steps[-1] == 8
+
+
+@pytest.mark.parametrize("kept", [1, 9, 30])
+def test_a_last_line_that_was_cut_off_is_no_error(
+    capsys, few, small, tmp_path, kept
+):
+    out = trained(few, tmp_path / "out", 4, *LEVERS)
+    path = out / "log.jsonl"
+    *lines, last = path.read_text("utf-8").splitlines(keepends=True)
+    path.write_text("".join(lines) + last[:kept], encoding="utf-8")
+    assert len(book.read_log(out)) == len(lines)
+    resume(few, out, 8, *LEVERS)
+    for line in path.read_text("utf-8").splitlines():
+        json.loads(line)
+
+
+@pytest.mark.parametrize("line", ["{", "nonsense", "", "5", '{"loss": 1}'])
+def test_a_damaged_line_in_the_middle_is_named(
+    capsys, few, small, tmp_path, line
+):
+    out = trained(few, tmp_path / "out", 8, *LEVERS)
+    path = out / "log.jsonl"
+    lines = path.read_text("utf-8").splitlines()
+    lines[1:1] = [line]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    arguments = training_command(few, out, 12, *LEVERS, "--resume")
+    message = refused(capsys, *arguments)
+    assert f"{path}, line 2" in message
+
+
+# -------------------------------------------------------------- TensorBoard
+
+
+def test_tensorboard_is_asked_for_before_anything_is_computed(
+    capsys, few, tmp_path, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    monkeypatch.setattr(book, "training_pairs", None)  # would not get so far
+    out = tmp_path / "out"
+    arguments = training_command(few, out, 2, "--tensorboard")
+    assert "pip install tensorboard" in refused(capsys, *arguments)
+    assert not out.exists()
+
+
+class Writer:
+    """In the place of TensorBoard's; remembers what it is told."""
+
+    all: list = []
+
+    def __init__(self, folder, **how):
+        self.folder, self.how = Path(folder), how
+        self.values, self.waiting = [], []
+        Writer.all.append(self)
+
+    def add_scalar(self, name, value, step):
+        self.waiting.append((step, name, value))
+
+    def flush(self):
+        self.values += self.waiting
+        self.waiting = []
+
+    close = flush
+
+
+def test_values_of_the_log_reach_tensorboard(
+    few, small, tmp_path, monkeypatch
+):
+    stub = types.ModuleType("torch.utils.tensorboard")
+    stub.SummaryWriter = Writer
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", stub)
+    monkeypatch.setattr(Writer, "all", [])
+    out = tmp_path / "out"
+    trained(few, out, 20, *LEVERS, "--tensorboard")
+    trained(few, out, 24, *LEVERS, "--tensorboard", "--resume")
+    logged = [
+        (entry["step"], name, value)
+        for entry in book.read_log(out)
+        for name, value in entry.items()
+        if name != "step"
+    ]
+    assert {"loss", "rate", "val_bleu"} <= {name for _, name, _ in logged}
+    assert [writer.folder for writer in Writer.all] == [out, out]
+    assert Writer.all[1].how["purge_step"] == 21
+    told = [v for w in Writer.all for v in w.values + w.waiting]
+    assert told == logged
+    # What is neither flushed nor closed would be lost with the process.
+    assert all(writer.waiting == [] for writer in Writer.all)
+
+
+# --------------------------------------------------- a corpus of one's own
+
+SUBJECTS = {"고양이": "the cat", "개": "the dog", "학생": "the student"}
+OBJECTS = {"물": "water", "책": "a book", "빵": "bread", "사과": "an apple"}
+KOREAN = [
+    (f"{a}는 {when}{b}을 좋아합니다.", f"{x} likes {y}{today}.")
+    for a, x in SUBJECTS.items()
+    for b, y in OBJECTS.items()
+    for when, today in (("", ""), ("오늘 ", " today"))
+]
+
+
+@pytest.fixture(scope="module")
+def korean(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("korean")
+    for part, pairs in {"train": KOREAN, "test": KOREAN[:4]}.items():
+        for language, side in zip(("ko", "en"), zip(*pairs)):
+            text = "".join(f"{line}\n" for line in side)
+            path = folder / f"{part}.{language}"
+            path.write_text(text, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def korean_model(korean, tmp_path_factory):
+    """A model that has learned its few sentences by heart."""
+    out = tmp_path_factory.mktemp("korean-model") / "run"
+    details = (
+        "--src", "ko", "--tgt", "en", "--pieces", 90, "--norm-first",
+        "--dropout", 0, "--warmup", 40, "--factor", 0.5, "--save-every", 50,
+    )  # fmt: skip
+    return trained(korean, out, 100, *details)
+
+
+def test_a_korean_corpus_is_learned_and_used_in_a_fresh_process(
+    korean, korean_model
+):
+    texts = [ko for ko, _ in KOREAN[:6]]
+    done = fresh(
+        "translate", "--model", korean_model, "--device", "cpu",
+        text="".join(f"{line}\n" for line in texts).encode(),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr.decode()
+    outputs = done.stdout.decode().splitlines()
+    assert outputs == [en for _, en in KOREAN[:6]]
+    assert b"unknown" not in done.stderr
+
+
+def test_a_korean_letter_that_was_never_seen_is_named(capsys, korean_model):
+    arguments = ["--model", korean_model, "--device", "cpu", "뿔은 책을"]
+    status, output, errors = run(capsys, "translate", *arguments)
+    assert status == 0 and output.count("\n") == 1
+    [line] = [row for row in errors.splitlines() if "unknown" in row]
+    assert "뿔" in line and "책" not in line
+
+
+def test_the_vocabulary_of_another_model_is_noticed(
+    capsys, korean_model, whole, tmp_path
+):
+    out = Path(shutil.copytree(korean_model, tmp_path / "copy"))
+    other = (whole / "pieces.model").read_bytes()
+    for content in (other, b"", None):
+        (out / "pieces.model").unlink()
+        if content is not None:
+            (out / "pieces.model").write_bytes(content)
+        arguments = ["translate", "--model", out, "--device", "cpu", "개"]
+        message = refused(capsys, *arguments)
+        assert str(out / "pieces.model") in message
+        (out / "pieces.model").write_bytes(b"")
+
+
+# -------------------------------------------------------- sixteen-bit copies
+
+
+def test_half_the_bits_are_saved_and_loaded_as_whole_numbers(
+    korean_model, tmp_path
+):
+    translator = book.load_translator(korean_model)
+    for name, half in (("whole", False), ("half", True)):
+        book.save_translator(translator, tmp_path / name, half)
+    saved = weights(tmp_path / "half")
+    assert {w.dtype for w in saved.values()} == {torch.float16}
+    sizes = [
+        os.path.getsize(tmp_path / name / "weights.pt")
+        for name in ("whole", "half")
+    ]
+    assert sizes[1] < 0.55 * sizes[0]
+    again = book.load_translator(tmp_path / "half")
+    assert {w.dtype for w in again.model.parameters()} == {torch.float32}
+    model = again.model
+    assert model.src_embedding.weight is model.tgt_embedding.weight
+    assert same(model.state_dict(), {k: w.float() for k, w in saved.items()})
+    texts, wanted = map(list, zip(*KOREAN))
+    assert again.translate(texts) == translator.translate(texts) == wanted

@@ -1,0 +1,338 @@
+"""Word pieces: what is cut comes back, whatever the language."""
+
+import hashlib
+import json
+import random
+import re
+import subprocess
+import sys
+import types
+import unicodedata
+from collections import Counter
+
+import pytest
+from helpers import ONE_THREAD, SCRIPT
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import annotated_transformer as book
+from annotated_transformer import EOS, UNK, InputError
+
+SIZES = dict(N=1, d_model=8, d_ff=8, h=1)
+GERMAN = [(pair.de, pair.en) for pair in book.toy_corpus()["train"][:400]]
+KOREAN = [
+    ("저는 학생입니다.", "I am a student."),
+    ("오늘은 날씨가 좋습니다!", "The weather is good today!"),
+    ("고양이가 물을 마십니다.", "The cat drinks water."),
+    ("그 사람은 책을 읽고 있습니다.", "That person is reading a book."),
+    ("우리는 내일 서울에 갑니다.", "We go to Seoul tomorrow."),
+]
+
+
+def untrained(pairs, languages=("de", "en"), size=200, **how):
+    return book.Translator.untrained(
+        pairs, languages, SIZES, pieces=size, **how
+    )
+
+
+@pytest.fixture(scope="module")
+def german():
+    return untrained(GERMAN)
+
+
+# ------------------------------------------------- the algorithm, by hand
+
+WORDS = st.dictionaries(
+    st.text("abcß가", min_size=1, max_size=7),
+    st.integers(1, 9),
+    min_size=1,
+    max_size=8,
+)
+
+
+def most_frequent_pairs(counts, merges):
+    """The best pairs after these merges, counted in plain strings."""
+    pairs = Counter()
+    for word, count in counts.items():
+        split = book.split_word(word, merges)
+        for i in range(len(split) - 1):
+            pairs[split[i], split[i + 1]] += count
+    most = max(pairs.values(), default=0)
+    return {pair for pair, count in pairs.items() if count == most}
+
+
+@settings(max_examples=100, deadline=None)
+@given(counts=WORDS, number=st.integers(0, 12))
+def test_each_merge_is_the_most_frequent_pair(counts, number):
+    merges = book.learn_merges(counts, number)
+    for n, pair in enumerate(merges):
+        assert pair in most_frequent_pairs(counts, merges[:n])
+    if len(merges) < number:  # only because nothing is left to merge
+        assert not most_frequent_pairs(counts, merges)
+
+
+@settings(max_examples=100, deadline=None)
+@given(counts=WORDS, word=st.text(max_size=12))
+def test_any_word_comes_back_from_its_pieces(counts, word):
+    merges = book.learn_merges(counts, 9)
+    assert "".join(book.split_word(word, merges)) == "▁" + word
+
+
+@settings(max_examples=50, deadline=None)
+@given(counts=WORDS, draw=st.randoms(use_true_random=False))
+def test_the_order_of_the_words_does_not_matter(counts, draw):
+    shuffled = list(counts.items())
+    draw.shuffle(shuffled)
+    merges = book.learn_merges(counts, 9)
+    assert book.learn_merges(dict(shuffled), 9) == merges
+
+
+@settings(max_examples=50, deadline=None)
+@given(counts=WORDS)
+def test_with_all_merges_each_known_word_is_one_piece(counts):
+    merges = book.learn_merges(counts, 10_000)
+    for word in counts:
+        assert book.split_word(word, merges) == ["▁" + word]
+
+
+def test_a_pair_that_overlaps_itself_is_joined_from_the_left():
+    assert book.join_pair(list("aaa"), ("a", "a")) == ["aa", "a"]
+    assert book.join_pair(list("aaaa"), ("a", "a")) == ["aa", "aa"]
+    assert book.join_pair([], ("a", "a")) == []
+
+
+# --------------------------------------------------------- the library's
+
+
+def round_trip(vocabulary, text):
+    ids = vocabulary.encode(vocabulary.split(text))
+    assert ids[-1] == EOS and UNK not in ids
+    return vocabulary.join(vocabulary.decode(ids[:-1]))
+
+
+@pytest.mark.parametrize(
+    "pairs, languages",
+    [(GERMAN, ("de", "en")), (KOREAN, ("ko", "en"))],
+    ids=["de-en", "ko-en"],
+)
+def test_text_comes_back_in_both_languages(pairs, languages):
+    translator = untrained(pairs, languages, 120)
+    assert translator.src_vocab is translator.tgt_vocab
+    for pair in pairs:
+        for text in pair:
+            assert round_trip(translator.src_vocab, text) == text
+
+
+def test_white_space_is_made_regular(german):
+    spaced = "  der  Mann\u3000isst\tdas\u00a0Ei . "
+    assert round_trip(german.src_vocab, spaced) == "der Mann isst das Ei ."
+    for empty in ("", "   ", "\t"):
+        assert german.src_vocab.split(empty) == []
+
+
+LETTERS = sorted({c for pair in GERMAN for text in pair for c in text} - {" "})
+
+
+@settings(max_examples=200, deadline=None)
+@given(words=st.lists(st.text(LETTERS, min_size=1, max_size=8), max_size=6))
+def test_any_words_of_known_letters_come_back(german, words):
+    assert round_trip(german.src_vocab, " ".join(words)) == " ".join(words)
+
+
+@settings(max_examples=200, deadline=None)
+@given(known=st.text(LETTERS, max_size=6), strange=st.sampled_from("ж한ﾊ7♞"))
+def test_strange_letters_become_unk_and_nothing_else_does(
+    german, known, strange
+):
+    vocabulary = german.src_vocab
+    ids = vocabulary.encode(vocabulary.split(f"{known}{strange}{known}"))
+    assert ids.count(UNK) == 1 and ids[-1] == EOS
+    assert UNK not in vocabulary.encode(vocabulary.split(known))
+
+
+@pytest.mark.parametrize("text", ["<pad> <s> </s> <unk>", "<2en> ja", "▁"])
+def test_text_that_looks_like_a_special_token_is_none(text):
+    translator = untrained(GERMAN + [(text, text)] * 9, both=True)
+    vocabulary = translator.src_vocab
+    special = {
+        vocabulary.processor.piece_to_id(f"<2{t}>") for t in ("de", "en")
+    }
+    special |= {book.PAD, book.BOS, book.EOS}
+    assert not special & set(vocabulary.encode(vocabulary.split(text))[:-1])
+
+
+@pytest.mark.parametrize("size", [1, 4, 30, 100_000])
+def test_a_size_that_does_not_fit_is_named(size):
+    with pytest.raises(InputError, match="--pieces") as caught:
+        untrained(GERMAN, size=size)
+    assert f"{size:,} word pieces" in str(caught.value)
+
+
+@pytest.mark.parametrize("size", [30, 100_000])
+def test_a_size_that_fits_is_told(size):
+    with pytest.raises(InputError) as caught:
+        untrained(GERMAN, size=size)
+    told = re.search(r"a number (<=|>) (\d+)", str(caught.value))
+    fits = int(told[2]) + (told[1] == ">")
+    assert len(untrained(GERMAN, size=fits).src_vocab) == fits
+
+
+def test_one_vocabulary_and_one_matrix_for_both_sides(german):
+    config = german.model.config
+    assert len(german.src_vocab) == config.src_vocab == config.tgt_vocab == 200
+    model = german.model
+    assert model.src_embedding.weight is model.tgt_embedding.weight
+
+
+def test_the_same_text_makes_the_same_vocabulary(german):
+    assert untrained(GERMAN).src_vocab.model == german.src_vocab.model
+
+
+def test_special_tokens_are_where_the_model_expects_them(german):
+    assert german.src_vocab.decode([0, 1, 2, 3]) == book.SPECIALS
+    assert len(german.src_vocab.encode([])) == 1
+
+
+def test_real_korean_comes_back(data):
+    pairs = book.corpus_part(str(data / "ko-en"), "train", "ko", "en")[:2000]
+    translator = untrained(pairs, ("ko", "en"), 3000)
+    vocabulary = translator.src_vocab
+    for pair in pairs:
+        for text in pair:
+            plain = " ".join(unicodedata.normalize("NFKC", text).split())
+            assert round_trip(vocabulary, text) == plain
+
+
+# ---------------------------------------------------- both directions, tags
+
+
+def test_a_tag_says_which_language_is_wanted():
+    there = untrained(GERMAN, both=True)
+    back = there.reversed()
+    vocabulary = there.src_vocab
+    for translator, tag in ((there, "<2en>"), (back, "<2de>")):
+        first, *rest = translator.split("ja ja")
+        assert first == tag
+        assert rest == vocabulary.split("ja ja")
+        src, tgt = translator.encode_texts("ja", "nein")
+        assert src[0] == vocabulary.processor.piece_to_id(tag) > UNK
+        assert tgt == [book.BOS, *vocabulary.encode(vocabulary.split("nein"))]
+    assert back.model is there.model
+    assert (back.src, back.tgt) == ("en", "de")
+
+
+def test_a_model_of_one_direction_has_no_tags(german):
+    assert german.split("ja") == german.src_vocab.split("ja")
+    assert german.src_vocab.processor.piece_to_id("<2en>") == UNK
+
+
+def test_with_both_directions_each_pair_is_learned_twice(german):
+    translator = untrained(GERMAN[:50], both=True, size=120)
+    pairs = book.encode_all(translator, GERMAN[:50])
+    assert len(pairs) == 100
+    assert len(book.encode_all(german, GERMAN[:50])) == 50
+    for (src, tgt), (back, forth) in zip(pairs[:50], pairs[50:]):
+        assert src[0] != back[0]  # the tags
+        assert src[1:] == forth[1:] and back[1:] == tgt[1:]
+
+
+def test_an_empty_text_stays_empty_though_it_has_a_tag():
+    translator = untrained(GERMAN, both=True)
+    outputs = translator.translate(["", "der Mann", " "])
+    assert (outputs[0], outputs[2]) == ("", "")
+
+
+# ------------------------------------------------------------ BPE-dropout
+
+
+def spellings(translator, epoch, seed=0, dropout=0.2):
+    """What a run with this seed reads in this epoch."""
+    recipe = book.Recipe(seed=seed, bpe_dropout=dropout)
+    run = types.SimpleNamespace(translator=translator)
+    return book.epochs(run, GERMAN, recipe)(epoch)
+
+
+def test_an_epoch_is_cut_the_same_each_time_and_no_two_alike(german):
+    first = spellings(german, 0)
+    other = spellings(german, 1)
+    assert first != other
+    assert spellings(german, 0) == first
+    assert spellings(german, 1) == other
+    assert spellings(german, 0, seed=1) != first
+
+
+CUT = """
+import hashlib, json, sys, types
+sys.path.insert(0, sys.argv[1])
+import annotated_transformer as book
+pairs = [(pair.de, pair.en) for pair in book.toy_corpus()["train"][:400]]
+sizes = dict(N=1, d_model=8, d_ff=8, h=1)
+translator = book.Translator.untrained(pairs, ("de", "en"), sizes, pieces=200)
+run = types.SimpleNamespace(translator=translator)
+cut = book.epochs(run, pairs, book.Recipe(bpe_dropout=0.2))(3)
+print(hashlib.sha256(json.dumps(cut).encode()).hexdigest())
+"""
+
+
+def test_an_epoch_is_cut_the_same_in_another_process(german):
+    """Or a run could not be resumed as what it was."""
+    there = subprocess.run(
+        [sys.executable, "-c", CUT, str(SCRIPT.parent)],
+        env=ONE_THREAD | {"PYTHONHASHSEED": "12345"},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    here = json.dumps(spellings(german, 3)).encode()
+    assert there.stdout.strip() == hashlib.sha256(here).hexdigest()
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    words=st.lists(st.text(LETTERS + ["ж"], min_size=1, max_size=8)),
+    dropout=st.sampled_from([0.1, 0.5, 0.99]),
+    draw=st.randoms(use_true_random=False),
+)
+def test_any_text_comes_back_from_any_spelling(german, words, dropout, draw):
+    vocabulary, text = german.src_vocab, " ".join(words)
+    cut = book.random_cuts(vocabulary, dropout, draw)(text)
+    assert "".join(cut).replace("▁", " ").strip() == text
+    known = [piece for piece in cut if "ж" not in piece]
+    assert UNK not in vocabulary.encode(known)
+
+
+def test_without_dropout_words_are_cut_as_in_use(german):
+    draw = random.Random(0)
+    for pair in GERMAN[:50]:
+        for text in pair:
+            cut = book.random_cuts(german.src_vocab, 0.0, draw)(text)
+            assert cut == german.src_vocab.split(text)
+
+
+def test_dropout_never_makes_a_special_token():
+    html = "<span> </span> <pad <2en <unk >"  # all but the last letter
+    translator = untrained(GERMAN[:60] + [(html, html)] * 99, both=True)
+    vocabulary = translator.src_vocab
+    for seed in range(20):
+        cut = book.random_cuts(vocabulary, 0.1, random.Random(seed))
+        pieces = cut("<pad> <s> </s> <unk> <2en>")
+        ids = vocabulary.encode(pieces)[:-1]
+        assert UNK not in ids
+        assert not any(map(vocabulary.processor.is_control, ids))
+
+
+def test_every_spelling_is_of_the_same_text(german):
+    vocabulary, pairs = german.src_vocab, spellings(german, 5)
+    plain = book.encode_all(german, GERMAN)
+    for texts, ids in zip(GERMAN, pairs, strict=True):
+        assert ids[0][-1] == ids[1][-1] == EOS and ids[1][0] == book.BOS
+        for text, side in zip(texts, (ids[0][:-1], ids[1][1:-1])):
+            assert vocabulary.join(vocabulary.decode(side)) == text
+    longer = sum(len(a) + len(b) for a, b in pairs)
+    shorter = sum(len(a) + len(b) for a, b in plain)
+    assert 1.05 * shorter < longer < 3 * shorter
+
+
+def test_in_use_words_are_cut_as_always(german):
+    text = GERMAN[0][0]
+    cut = german.split(text)
+    spellings(german, 0)
+    assert all(german.split(text) == cut for _ in range(20))

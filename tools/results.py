@@ -1,0 +1,355 @@
+"""Measure trained models, and keep the tables of results true.
+
+python tools/results.py record NAME RUN --corpus DIR --command TEXT
+    --commit HASH --device TEXT [--reverse] [--beam W] [--alpha X]
+                             evaluate a run, write results/NAME.json
+python tools/results.py publish NAME RUN FOLDER --corpus DIR
+                             the model of a run in 16 bits, to be passed on,
+                             with its card; NAME is the recorded result
+python tools/results.py averaging RUN --corpus DIR --command TEXT
+    --commit HASH            the last weights, their mean, and the best
+python tools/results.py levers FOLDER --commit HASH --device TEXT
+                             collect the short runs below FOLDER
+python tools/results.py tables
+                             write the tables in README and book anew
+python tools/results.py check
+                             fail where a table is not what results/ say
+"""
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import annotated_transformer as book  # noqa: E402
+
+RESULTS = ROOT / "results"
+PLACES = {"README.md": "", "annotated_transformer.py": "# "}
+TEST = "test_2016_flickr"
+
+
+def write_json(path, facts):
+    """Write a result, the keys in the order in which they were made."""
+    text = json.dumps(facts, indent=1, ensure_ascii=False) + "\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
+def training_facts(run, log):
+    """What a run's own files say of its training."""
+    facts = book.load_description(run)
+    losses = [line for line in log if "loss" in line]
+    scores = [line for line in log if "val_bleu" in line]
+    last = {
+        "bleu_last": round(scores[-1]["val_bleu"], 2),
+        **{
+            f"bleu_{key}": round(line[f"{key}_val_bleu"], 2)
+            for line in log
+            for key in ("average",)
+            if f"{key}_val_bleu" in line
+        },
+    }
+    minutes = {line["step"]: line["seconds"] / 60 for line in losses}
+    curve = [
+        [s["step"], round(minutes[s["step"]], 1), round(s["val_bleu"], 2)]
+        for s in scores
+        if s["step"] in minutes
+    ]
+    return {
+        "seed": facts["recipe"]["seed"],
+        "steps": losses[-1]["step"],
+        "minutes": round(losses[-1]["seconds"] / 60, 1),
+        "weights_of_step": facts["step"],
+        "validation_in_training": last,
+        "curve": curve,  # update, minutes, validation BLEU
+        "recipe": facts["recipe"],
+        "config": facts["config"],
+    }
+
+
+def record(args):
+    """Evaluate on validation and, last, on the test set; write both."""
+    run = Path(args.run)
+    translator = book.load_translator(run)
+    if args.reverse:
+        translator = translator.reversed()
+    languages = translator.src, translator.tgt
+    facts = {
+        "direction": "-".join(languages),
+        "command": args.command,
+        "commit": args.commit,
+        "device": args.device,
+        **training_facts(run, book.read_log(run)),
+    }
+    if args.note:
+        facts["note"] = args.note
+    for part in ("val", TEST):
+        pairs = book.corpus_part(args.corpus, part, *languages)
+        facts[part], _ = book.measure(translator, pairs, args.beam, args.alpha)
+    write_json(RESULTS / f"{args.name}.json", facts)
+
+
+CARD = ROOT / "tools" / "model-card.md"
+NAMES = {"de": "German", "en": "English", "fr": "French"}
+
+
+def publish(args):
+    """Write the model of a run in 16 bits, without the path it came from."""
+    run, folder = Path(args.run), Path(args.folder)
+    facts, result = book.load_description(run), read(args.name)
+    kept = ("preset", "recipe", "step", "val_bleu", "data")
+    translator = book.load_translator(run)
+    book.save_translator(
+        translator,
+        folder,
+        half=True,
+        corpus="multi30k",
+        **{key: facts[key] for key in kept},
+    )
+    log = (run / "log.jsonl").read_text(encoding="utf-8")
+    (folder / "log.jsonl").write_text(log, encoding="utf-8")
+    again, rows = book.load_translator(folder), []
+    languages = again.src, again.tgt
+    for part in ("val", TEST):
+        pairs = book.corpus_part(args.corpus, part, *languages)
+        m, _ = book.measure(
+            again, pairs, result["val"]["beam"], result["val"]["alpha"]
+        )
+        rows.append(
+            f"| `{part}` | {m['bleu']:.2f} | {m['bleu_cased']:.2f} | "
+            f"{m['chrf']:.2f} | {m['perplexity']:.2f} |"
+        )
+    config = again.model.config
+    card = CARD.read_text(encoding="utf-8").format(
+        src_name=NAMES[again.src],
+        tgt_name=NAMES[again.tgt],
+        N=config.N,
+        d_model=config.d_model,
+        pieces=config.src_vocab,
+        rows="\n".join(rows),
+        folder=folder.name,
+        example=pairs[0][0],
+        size=(folder / "weights.pt").stat().st_size / 1e6,
+        **{k: result[k] for k in ("command", "commit", "device", "seed",
+                                  "steps", "minutes")},
+        **{k: m[k] for k in ("beam", "signature", "signature_cased",
+                             "chrf_signature", "parameters", "alpha")},
+    )  # fmt: skip
+    (folder / "README.md").write_text(card, encoding="utf-8")
+
+
+def averaging(args):
+    """Validate the last weights of a run, their mean, and the best."""
+    run = Path(args.run)
+    translator = book.load_translator(run)
+    pairs = book.corpus_part(
+        args.corpus, "val", translator.src, translator.tgt
+    )
+    paths = sorted(run.glob("weights-*.pt"))
+    states = [book.load_tensors(path) for path in paths]
+    best = translator.model.state_dict()
+    best = {name: weight.clone() for name, weight in best.items()}
+    choices = {
+        f"of update {int(paths[-1].stem[-6:]):,}": states[-1],
+        f"mean of the last {len(paths)} checkpoints": (
+            book.average_weights(states)
+        ),
+        "chosen: moving average": best,
+    }
+    rows = []
+    for name, state in choices.items():
+        translator.model.load_state_dict(state)
+        facts, _ = book.measure(translator, pairs[:1000], beam=1)
+        rows.append(
+            {
+                "weights": name,
+                "val_bleu": facts["bleu"],
+                "val_loss": facts["loss"],
+            }
+        )
+    facts = {"commit": args.commit, "run": args.command, "rows": rows}
+    write_json(RESULTS / "averaging.json", facts)
+
+
+def levers(args):
+    """Collect validation scores of short runs: FOLDER/NAME-SEED/."""
+    rows = []
+    for run in sorted(Path(args.folder).iterdir()):
+        if not (run / "model.json").exists():
+            continue
+        lever, _, seed = run.name.rpartition("-")
+        log = book.read_log(run)
+        scores = [line for line in log if "val_bleu" in line]
+        losses = [line for line in log if "loss" in line]
+        rows.append(
+            {
+                "lever": lever,
+                "seed": int(seed),
+                "steps": scores[-1]["step"],
+                "minutes": round(losses[-1]["seconds"] / 60, 1),
+                "val_bleu": round(scores[-1]["val_bleu"], 2),
+                "val_loss": round(scores[-1]["val_loss"], 4),
+                "options": (run / "options.txt").read_text().strip(),
+            }
+        )
+    facts = {"commit": args.commit, "device": args.device, "runs": rows}
+    write_json(RESULTS / "levers.json", facts)
+
+
+def read(name):
+    """Return a result, or None where it was not measured."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text("utf-8")) if path.exists() else None
+
+
+def multi30k_table():
+    """Return the lines of the table of trained models."""
+    lines = [
+        "| pair | test | val. | cased | chrF | updates | min. | seed | "
+        "commit |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for path in sorted(RESULTS.glob("multi30k-*.json")):
+        r = json.loads(path.read_text("utf-8"))
+        test = r[TEST]
+        name = r["direction"] + (", both" if r["recipe"]["both"] else "")
+        lines.append(
+            f"| {name} | **{test['bleu']:.1f}** | {r['val']['bleu']:.1f} | "
+            f"{test['bleu_cased']:.1f} | {test['chrf']:.1f} | "
+            f"{r['steps']:,} | {r['minutes']:.0f} | {r['seed']} | "
+            f"`{r['commit']}` |"
+        )
+    return lines
+
+
+def levers_table():
+    """Return the lines of the table of levers, runs of one lever joined."""
+    facts = read("levers")
+    if facts is None:
+        return ["Not measured yet."]
+    lines = [
+        "| run | BLEU, validation | loss | minutes |",
+        "|---|---|---|---|",
+    ]
+    runs = {}
+    for row in facts["runs"]:
+        runs.setdefault((row["lever"], row["options"]), []).append(row)
+    base = next(rows for (name, _), rows in runs.items() if name == "base")
+    mean = sum(r["val_bleu"] for r in base) / len(base)
+
+    def place(item):
+        return (item[0][0] != "base", item[0][0])
+
+    for (_, options), rows in sorted(runs.items(), key=place):
+        scores = " / ".join(f"{r['val_bleu']:.1f}" for r in rows)
+        loss = " / ".join(f"{r['val_loss']:.2f}" for r in rows)
+        minutes = " / ".join(f"{r['minutes']:.0f}" for r in rows)
+        change = sum(r["val_bleu"] for r in rows) / len(rows) - mean
+        what = "the baseline"
+        if rows is not base:
+            what, scores = f"`{options}`", f"{scores} ({change:+.1f})"
+        lines.append(f"| {what} | {scores} | {loss} | {minutes} |")
+    return lines
+
+
+def expect_table():
+    """Return the lines of what to expect after how many minutes."""
+    lines = ["| minutes | updates | validation BLEU |", "|---|---|---|"]
+    result = read(EXPECTED)
+    for limit in (5, 15, 30, 60):
+        past = [row for row in result["curve"] if row[1] <= limit] or [[0] * 3]
+        step, minutes, score = past[-1]
+        lines.append(f"| {minutes:.0f} | {step:,} | {score:.1f} |")
+    return lines
+
+
+def averaging_table():
+    """Return the lines of the table of averaged weights."""
+    lines = ["| weights | BLEU | loss |", "|---|---|---|"]
+    for row in read("averaging")["rows"]:
+        score, loss = row["val_bleu"], row["val_loss"]
+        lines.append(f"| {row['weights']} | {score:.2f} | {loss:.3f} |")
+    return lines
+
+
+EXPECTED = "multi30k-en-de"
+TABLES = {
+    "multi30k": multi30k_table,
+    "expect": expect_table,
+    "averaging": averaging_table,
+    "levers": levers_table,
+}
+
+
+def with_tables(text, prefix):
+    """Return a file's text with the lines between its markers made anew."""
+    for name, table in TABLES.items():
+        lines = "\n".join(prefix + line for line in table())
+        start, end = (
+            f"{prefix}<!-- {name}: tools/results.py -->",
+            f"{prefix}<!-- end of {name} -->",
+        )
+        pattern = re.escape(start) + r"\n.*?" + re.escape(end)
+        blank = prefix.rstrip()
+        fresh = f"{start}\n{blank}\n{lines}\n{blank}\n{end}"
+        text = re.sub(pattern, lambda _, f=fresh: f, text, flags=re.S)
+    return text
+
+
+def tables(write):
+    """Write the tables, or return the files in which they are stale."""
+    stale = []
+    for name, prefix in PLACES.items():
+        path = ROOT / name
+        old = path.read_text(encoding="utf-8")
+        new = with_tables(old, prefix)
+        if new != old:
+            stale.append(name)
+            if write:
+                path.write_text(new, encoding="utf-8")
+    return stale
+
+
+def main():
+    """Run one of the commands above."""
+    parser = argparse.ArgumentParser(usage=__doc__)
+    commands = parser.add_subparsers(dest="name_of_command", required=True)
+    sub = commands.add_parser("record")
+    sub.add_argument("name")
+    sub.add_argument("run")
+    for option in ("corpus", "command", "commit", "device"):
+        sub.add_argument(f"--{option}", required=True)
+    sub.add_argument("--reverse", action="store_true")
+    sub.add_argument("--beam", type=int, default=4)
+    sub.add_argument("--alpha", type=float, default=0.6)
+    sub.add_argument("--note", default="")
+    sub = commands.add_parser("publish")
+    for argument in ("name", "run", "folder"):
+        sub.add_argument(argument)
+    sub.add_argument("--corpus", required=True)
+    sub = commands.add_parser("averaging")
+    sub.add_argument("run")
+    for option in ("corpus", "command", "commit"):
+        sub.add_argument(f"--{option}", required=True)
+    sub = commands.add_parser("levers")
+    sub.add_argument("folder")
+    sub.add_argument("--commit", required=True)
+    sub.add_argument("--device", required=True)
+    commands.add_parser("tables")
+    commands.add_parser("check")
+    args = parser.parse_args()
+    name = args.name_of_command
+    if name in ("record", "publish", "averaging", "levers"):
+        globals()[name](args)
+    elif name == "tables":
+        print("written:", *tables(write=True))
+    elif stale := tables(write=False):
+        sys.exit(f"stale tables in {', '.join(stale)}: make tables")
+
+
+if __name__ == "__main__":
+    main()
