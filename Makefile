@@ -7,7 +7,7 @@ STAMP := .venv/.installed
 NOTEBOOK := notebooks/annotated_transformer.ipynb
 
 .DEFAULT_GOAL := help
-.PHONY: help notebook test run html sync check-sync format clean
+.PHONY: help notebook test run html sync check-sync tables format clean
 
 help:  ## list these targets
 	@echo "The annotated Transformer. Choose a target:"
@@ -34,6 +34,9 @@ sync: $(STAMP)  ## copy the source into the notebook, without running it
 
 check-sync: $(STAMP)  ## fail if the notebook and the source differ
 	$(PY) tools/notebook.py check
+
+tables: $(STAMP)  ## write the tables of results into README and book
+	$(PY) tools/results.py tables
 
 format: $(STAMP)  ## lay out the Python files as the tests expect
 	$(PY) -m ruff check --fix .

@@ -1,0 +1,99 @@
+"""What is published: results that say where they come from, and a model."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import annotated_transformer as book
+from tools import results
+
+FILES = sorted(results.RESULTS.glob("multi30k-*.json"))
+MODEL = results.RESULTS / "model-de-en"
+
+
+def test_the_tables_are_those_of_the_results():
+    assert results.tables(write=False) == []
+
+
+def test_a_stale_table_is_noticed(tmp_path, monkeypatch):
+    fake = json.loads(FILES[0].read_text("utf-8"))
+    fake[results.TEST]["bleu"] += 1
+    (tmp_path / FILES[0].name).write_text(json.dumps(fake), "utf-8")
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    assert results.tables(write=False) == [*results.PLACES]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_each_result_says_where_it_comes_from(path):
+    facts = json.loads(path.read_text(encoding="utf-8"))
+    assert facts["command"].startswith("python annotated_transformer.py")
+    assert len(facts["commit"]) >= 7
+    assert facts["device"] and facts["minutes"] > 0
+    assert facts["seed"] == facts["recipe"]["seed"]
+    for part in ("val", results.TEST):
+        measured = facts[part]
+        assert "case:lc" in measured["signature"]
+        assert "tok:13a" in measured["signature"]
+        assert measured["sentences"] == {"val": 1014}.get(part, 1000)
+        assert 0 < measured["bleu_cased"] <= measured["bleu"] < 100
+
+
+def test_the_published_model_is_small_and_only_tensors():
+    assert (MODEL / "weights.pt").stat().st_size <= 6_000_000
+    state = torch.load(MODEL / "weights.pt", weights_only=True)
+    assert {w.dtype for w in state.values()} == {torch.float16}
+    facts = book.load_description(MODEL)
+    assert facts["corpus"] == "multi30k"
+    assert (MODEL / "README.md").is_file()
+
+
+def test_the_book_finds_it_and_does_without(tmp_path, monkeypatch, capsys):
+    assert book.published_model().resolve() == MODEL
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(book, "__file__", str(tmp_path / "book.py"))
+    assert book.published_model() is None
+    book.the_published_model()
+    assert "train --corpus multi30k" in capsys.readouterr().out
+    assert book.attention_on_a_caption() is None
+    assert book.a_beam_on_a_caption() is None
+
+
+def test_it_translates_in_a_fresh_process_without_network(tmp_path):
+    blocked = tmp_path / "blocked.py"
+    blocked.write_text(
+        "import runpy, socket, sys\n"
+        "def refuse(*_, **__):\n"
+        "    raise RuntimeError('the network was asked')\n"
+        "socket.socket.connect = socket.create_connection = refuse\n"
+        "sys.argv = sys.argv[1:]\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\n",
+        encoding="utf-8",
+    )
+    script = Path(book.__file__).resolve()
+    done = subprocess.run(
+        [sys.executable, blocked, script, "translate", "--model", MODEL,
+         "Ein Mann schläft auf einem Sofa.", "Zwei Hunde spielen im Schnee."],
+        capture_output=True, text=True, encoding="utf-8", timeout=120,
+        cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    man, dogs = done.stdout.lower().splitlines()
+    assert "man" in man and ("couch" in man or "sofa" in man)
+    assert "two dogs" in dogs and "snow" in dogs
+
+
+def test_it_scores_what_its_card_says(data):
+    pairs = book.corpus_part(str(data / "multi30k"), "val", "de", "en")
+    translator = book.load_translator(MODEL)
+    facts, _ = book.measure(translator, pairs, beam=4)
+    row = next(
+        line
+        for line in (MODEL / "README.md").read_text("utf-8").splitlines()
+        if line.startswith("| `val` |")
+    )
+    assert abs(float(row.split("|")[2]) - facts["bleu"]) < 0.3
