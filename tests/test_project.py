@@ -12,6 +12,7 @@ from packaging.utils import canonicalize_name
 from tools import notebook
 
 ROOT = Path(__file__).resolve().parent.parent
+BINARY = {".png", ".pt", ".model"}
 
 
 def read(name):
@@ -107,7 +108,7 @@ def test_make_alone_lists_every_target():
 
 def test_text_files_are_utf8_with_plain_line_ends():
     for path in tracked():
-        if path.suffix != ".png":
+        if path.suffix not in BINARY:
             assert "\r" not in path.read_bytes().decode("utf-8"), path.name
 
 
@@ -116,7 +117,7 @@ def test_no_file_names_a_folder_of_one_machine_or_a_registry():
     folders = r"(?<![\w.~-])/(?:ro" + r"ot|tm" + r"p|wo" + r"rk|ho" + r"me)/"
     registry = r"py" + r"pi\.org|index-" + r"url|find-" + r"links"
     for path in tracked():
-        if path.suffix != ".png":
+        if path.suffix not in BINARY:
             text = path.read_text(encoding="utf-8")
             found = re.search(f"{folders}|{registry}", text)
             assert not found, f"{path.name}: {found[0]}"
