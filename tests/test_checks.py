@@ -143,8 +143,8 @@ SLIPS = {
         "smoothed_loss_equals_torch",
     ),
     "each part divided by its own tokens": (
-        "(loss / tokens).backward()",
-        "(loss / batch.count()).backward()",
+        "gradient = q.div_(tokens)",
+        "gradient = q.div_(len(labels))",
         "accumulated_gradient_is_the_large_one",
     ),
     "padding counted in the loss": (
@@ -153,9 +153,24 @@ SLIPS = {
         "accumulated_gradient_is_the_large_one",
     ),
     "a slice of the loss lost": (
-        "zip(leaf.split(rows), labels.split(rows))",
-        "zip(leaf.split(rows)[:2], labels.split(rows))",
+        "zip(states.split(rows), labels.split(rows))",
+        "zip(states.split(rows)[:2], labels.split(rows))",
         "accumulated_gradient_is_the_large_one",
+    ),
+    "the words' own gradient lost": (
+        "    weight.grad += at_weight",
+        "    weight.grad += 0 * at_weight",
+        "accumulated_gradient_is_the_large_one",
+    ),
+    "smoothing that pulls the other way": (
+        "q.exp_().sub_(even)",
+        "q.exp_().add_(even)",
+        "accumulated_gradient_is_the_large_one",
+    ),
+    "16 bits in use as well": (
+        "            return super().forward(x)\n        return HalfProduct",
+        "            pass\n        return HalfProduct",
+        "half_products_are_close",
     ),
     "a rate that lags by one": (
         "recipe.rate(step, model",
