@@ -50,18 +50,77 @@ def test_attention_is_that_of_a_step_by_step_run(translator):
         )
 
 
-@pytest.mark.parametrize("kind", ["encoder self-", "decoder self-", "cross-"])
-def test_each_chart_holds_every_layer_and_head(translator, kind):
-    kind += "attention"
-    chart = book.attention_chart(translator, book.SENTENCE, kind).to_dict()
-    [rows] = chart["datasets"].values()
-    assert {(r["layer"], r["head"]) for r in rows} == {
-        (n, f"head {h}") for n in (1, 2) for h in (1, 2, 3, 4)
+KINDS = ["cross-attention", "encoder self-attention", "decoder self-attention"]
+
+
+@pytest.fixture(scope="module")
+def explorer(translator):
+    """The explorer of one sentence, as the dict that is drawn."""
+    return book.attention_explorer(
+        translator, [book.SENTENCE], [[(0, 1), (5, 2)]]
+    ).to_dict()
+
+
+def test_the_explorer_holds_every_weight(translator, explorer):
+    """In percent, each at its place, for each kind, layer and head."""
+    _, maps, _ = book.attention_maps(translator, book.SENTENCE.split())
+    [rows] = [
+        rows for rows in explorer["datasets"].values() if "percent" in rows[0]
+    ]
+    found = {
+        (r["kind"], r["layer"], r["head"], r["query"]): r["percent"]
+        for r in rows
     }
-    assert chart["encoding"]["x"]["title"] == "key"
-    assert chart["encoding"]["y"]["title"] == "query"
-    assert kind in chart["description"]
-    assert len(rows) < 5000
+    assert len(found) == len(rows)
+    count = 0
+    for kind, tensor in maps.items():
+        for n, layer in enumerate(tensor, 1):
+            for h, head in enumerate(layer, 1):
+                for t, row in enumerate(head):
+                    shown = torch.tensor(found[kind, n, h, t]) / 100
+                    torch.testing.assert_close(shown, row, atol=0.005, rtol=0)
+                    count += 1
+    assert count == len(rows)
+
+
+def test_the_explorer_lets_choose_all_of_them(explorer):
+    switches = {p["name"]: p for p in explorer["params"] if "bind" in p}
+    options = {name: p["bind"]["options"] for name, p in switches.items()}
+    assert options == {
+        "the_sentence": [0],
+        "the_kind": KINDS,
+        "the_layer": [1, 2],
+        "the_head": [1, 2, 3, 4],
+    }
+    assert all(p["value"] in options[name] for name, p in switches.items())
+    assert switches["the_sentence"]["bind"]["labels"] == [book.SENTENCE]
+
+
+def test_the_explorer_rings_the_alignment(explorer):
+    """German word 5 belongs to English word 2: key 5 of the row writing it."""
+    [rows] = [
+        rows
+        for rows in explorer["datasets"].values()
+        if rows and set(rows[0]) == {"sentence", "kind", "query", "key"}
+    ]
+    assert {(r["key"], r["query"]) for r in rows} == {(0, 1), (5, 2)}
+    assert {r["kind"] for r in rows} == {"cross-attention"}
+
+
+def test_the_explored_sentences_are_translated_without_a_slip(translator):
+    """So the alignment of the reference is that of the words shown."""
+    chart = book.exploring_attention().to_dict()
+    [sentences] = [
+        p["bind"]["labels"]
+        for p in chart["params"]
+        if p["name"] == "the_sentence"
+    ]
+    assert len(sentences) == 3
+    test = {p.de: p for p in book.toy_corpus()["test"]}
+    outputs = translator.translate(sentences)
+    assert outputs == [test[text].en for text in sentences]
+    aligned = sum(len(test[text].alignment) for text in sentences)
+    assert aligned in {len(rows) for rows in chart["datasets"].values()}
 
 
 def test_some_head_has_learned_the_alignment(translator):

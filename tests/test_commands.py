@@ -55,7 +55,7 @@ def small(corpus, tmp_path_factory):
     pairs, _, _ = book.training_pairs(corpus, "de", "en")
     torch.manual_seed(0)
     sizes = dict(N=1, d_model=16, d_ff=16, h=2)
-    translator = book.Translator.untrained(pairs, ("de", "en"), sizes)
+    translator = book.untrained_translator(pairs, ("de", "en"), sizes)
     book.save_translator(translator, folder)
     return folder
 
@@ -89,7 +89,7 @@ OPTIONS = {
     "train": "--device --corpus --src --tgt --preset --out --steps --seed "
     "--pieces --warmup --factor --batch-tokens --average --tensorboard "
     "--norm-first --dropout --attention-dropout --decay --ema --r-drop "
-    "--bpe-dropout --both --save-every --resume",
+    "--bpe-dropout --both --half --save-every --resume",
     "translate": "--device --model --beam --alpha --reverse --nbest sentence",
     "evaluate": "--device --model --beam --alpha --reverse --json --corpus "
     "--split",
@@ -238,6 +238,23 @@ def test_a_resumed_run_equals_an_uninterrupted_one(capsys, own, corpus, model):
     assert status == 0 and "resuming after update 3" in errors
     assert same(checkpoint(own), checkpoint(model))
     assert same(weights(own), weights(model))
+
+
+@pytest.mark.parametrize("pays", [True, False])
+def test_laptop_halves_products_where_it_pays_and_keeps_to_it(
+    corpus, tmp_path, monkeypatch, pays
+):
+    """Resumed elsewhere, a run goes on with the kind it began with."""
+    out = tmp_path / "run"
+    laptop = ["--preset", "laptop", "--decay", "root"]
+    monkeypatch.setattr(book, "half_pays", lambda device: pays)
+    trained(corpus, out, 1, *laptop)
+    monkeypatch.setattr(book, "half_pays", lambda device: not pays)
+    trained(corpus, out, 2, *laptop, "--resume")
+    assert book.load_description(out)["recipe"]["half"] is pays
+    other = trained(corpus, tmp_path / "other", 2, *laptop)
+    assert book.load_description(other)["recipe"]["half"] is not pays
+    assert not same(weights(out), weights(other))
 
 
 def test_resuming_a_run_that_is_done_changes_no_weight(own, corpus, half):

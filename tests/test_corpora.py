@@ -338,7 +338,7 @@ def test_what_is_left_out_is_counted(folder):
 def untrained(pairs, **how):
     """A very small model of German and English for these pairs."""
     sizes = dict(N=1, d_model=8, d_ff=8, h=1)
-    return book.Translator.untrained(pairs, ("de", "en"), sizes, **how)
+    return book.untrained_translator(pairs, ("de", "en"), sizes, **how)
 
 
 def test_pairs_with_a_long_side_are_left_out_and_counted():

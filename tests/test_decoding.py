@@ -25,19 +25,10 @@ def plain_greedy(model, row, extra):
     return tgt[1:]
 
 
-def lively_model(seed, norm_first=True, **changes):
+def lively_model(seed, **changes):
     """Untrained, with weights so large that its outputs vary."""
     torch.manual_seed(seed)
-    model = book.tiny_model(norm_first=norm_first, **changes)
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.dim() > 1:
-                weight.normal_(0, 0.3)
-        for layer in model.decoder.layers:
-            layer.cross_attention.W_O.weight *= 6
-        model.position.table.normal_(0, 3)
-        model.tgt_embedding.weight[EOS] *= 1.5  # some sentences end early
-    return model.eval()
+    return book.restless_model(**changes)
 
 
 def test_lively_models_write_sentences_of_many_lengths():

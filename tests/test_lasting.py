@@ -37,7 +37,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 LEVERS = [
     "--pieces", 150, "--norm-first", "--dropout", 0.2, "--r-drop", 1,
     "--attention-dropout", 0.1, "--bpe-dropout", 0.1, "--ema", 0.9,
-    "--warmup", 5, "--batch-tokens", 300, "--average", 3, "--save-every", 4,
+    "--half", "--warmup", 5, "--batch-tokens", 300, "--average", 3,
+    "--save-every", 4,
 ]  # fmt: skip
 
 

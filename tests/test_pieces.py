@@ -30,7 +30,7 @@ KOREAN = [
 
 
 def untrained(pairs, languages=("de", "en"), size=200, **how):
-    return book.Translator.untrained(
+    return book.untrained_translator(
         pairs, languages, SIZES, pieces=size, **how
     )
 
@@ -267,7 +267,7 @@ sys.path.insert(0, sys.argv[1])
 import annotated_transformer as book
 pairs = [(pair.de, pair.en) for pair in book.toy_corpus()["train"][:400]]
 sizes = dict(N=1, d_model=8, d_ff=8, h=1)
-translator = book.Translator.untrained(pairs, ("de", "en"), sizes, pieces=200)
+translator = book.untrained_translator(pairs, ("de", "en"), sizes, pieces=200)
 run = types.SimpleNamespace(translator=translator)
 cut = book.epochs(run, pairs, book.Recipe(bpe_dropout=0.2))(3)
 print(hashlib.sha256(json.dumps(cut).encode()).hexdigest())

@@ -1,14 +1,17 @@
 """The project around the book: its notebook, requirements and files."""
 
+import base64
 import re
 import shutil
 import subprocess
 from pathlib import Path
 
+import nbformat
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+import annotated_transformer as book
 from tools import notebook
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -46,13 +49,128 @@ def test_the_notebook_shows_outputs():
 
 
 def test_the_notebook_holds_no_error_and_no_trace_of_one_run():
-    book = notebook.read_notebook()
-    assert book.metadata == notebook.METADATA
-    for cell in book.cells:
-        assert set(cell.metadata) <= {"tags", "lines_to_next_cell"}
+    nb = notebook.read_notebook()
+    assert nb.metadata == notebook.METADATA
+    for cell in nb.cells:
+        own = {"tags", "lines_to_next_cell", "jupyter", "cellView"}
+        assert set(cell.metadata) <= own
         for output in cell.get("outputs", []):
             assert output.output_type != "error"
             assert output.get("name") != "stderr"
+
+
+def outputs_of(cell):
+    """The text of a cell's outputs; pictures and charts left out."""
+    for output in cell.get("outputs", []):
+        yield output.get("text", "")
+        yield output.get("data", {}).get("text/plain", "")
+
+
+def test_outputs_tell_no_time_path_or_counter():
+    """So a new run on the same machine gives the same notebook."""
+    for cell in notebook.read_notebook().cells:
+        assert cell.get("execution_count") is None
+        for text in outputs_of(cell):
+            assert not re.search(r"\d ?(s|ms|sec\w*|min\w*)\b", text), text
+            assert not re.search(r"(^|\s)(/|[A-Z]:\\)\w|0x[0-9a-f]{6}", text)
+
+
+def test_a_new_run_gives_outputs_of_the_same_kinds():
+    path = ROOT / "build" / "smoke.ipynb"
+    if not path.exists():
+        pytest.skip("no build/smoke.ipynb: `make test` executes the notebook")
+    kinds = [
+        {
+            cell.source: [
+                [output.output_type, *sorted(output.get("data", {}))]
+                for output in cell.get("outputs", [])
+            ]
+            for cell in nb.cells
+        }
+        for nb in (
+            notebook.read_notebook(),
+            nbformat.read(path, as_version=4),
+        )
+    ]
+    if kinds[0].keys() != kinds[1].keys():
+        pytest.skip("build/smoke.ipynb is of another source")
+    assert kinds[0] == kinds[1]
+
+
+def test_the_notebook_has_its_pictures_inside():
+    """Each as PNG in its own cell, with its text; no path that can break."""
+    shown, source = [], (ROOT / "annotated_transformer.py").read_text("utf-8")
+    for cell in notebook.read_notebook().cells:
+        if cell.cell_type != "markdown":
+            continue
+        assert "](images" not in cell.source and "](../" not in cell.source
+        for text, name in re.findall(r"!\[(.+?)\]\[([\w-]+)\]", cell.source):
+            [data] = re.findall(
+                rf"(?m)^\[{name}\]: data:image/png;base64,(\S+)$", cell.source
+            )
+            assert base64.b64decode(data)[:4] == b"\x89PNG"
+            assert len(text) > 60
+            shown.append(name)
+    assert shown == re.findall(r"\(images/([\w-]+)\.svg\)", source)
+    assert len(set(shown)) == len(shown) == 5
+
+
+def test_pictures_go_in_and_come_out_again():
+    text = "Before.\n\n![What one sees.](images/heads.svg)\n\nAfter."
+    inside = notebook.embedded(text)
+    assert "![What one sees.][heads]" in inside and len(inside) > 5000
+    assert notebook.with_paths(inside) == text
+
+
+def test_a_missing_picture_is_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(notebook, "IMAGES", tmp_path)
+    with pytest.raises(SystemExit, match=r"heads\.svg.*drawings"):
+        notebook.embedded("![x](images/heads.svg)")
+
+
+def test_plumbing_is_folded_and_nothing_else():
+    for cell in notebook.read_notebook().cells:
+        folded = cell.metadata.get("jupyter", {}).get("source_hidden", False)
+        assert folded == ("plumbing" in cell.metadata.get("tags", []))
+
+
+@pytest.mark.parametrize(
+    "there, missing",
+    [
+        ({}, book.PACKAGES.split()),
+        ({"altair": "6.0", "torchtext": "0.18.0"}, None),
+        ({"altair": "5.5.0", "torchtext": "0.6.0"}, []),
+    ],
+)
+def test_colab_gets_what_is_missing_and_keeps_its_torch(
+    monkeypatch, there, missing
+):
+    """Only packages that are absent or do not fit are asked for."""
+    asked = []
+
+    def version(name):
+        if not there:
+            raise book.metadata.PackageNotFoundError(name)
+        return there.get(name, "1.0")
+
+    monkeypatch.setattr(book.metadata, "version", version)
+    monkeypatch.setattr(
+        book.subprocess, "run", lambda command, check: asked.extend(command)
+    )
+    book.install_missing()
+    if missing is None:
+        missing = ["altair<6", "torchtext==0.6.0"]
+    assert [a for a in asked if a in book.PACKAGES.split()] == missing
+    assert bool(asked) == bool(missing)
+    assert "torch" not in asked and "--upgrade" not in asked
+
+
+def test_what_colab_gets_is_what_the_requirements_ask_for():
+    wanted = {
+        canonicalize_name(r.name) for r in requirements("requirements.txt")
+    }
+    for package in book.PACKAGES.split():
+        assert canonicalize_name(Requirement(package).name) in wanted
 
 
 def test_the_notebook_is_small():

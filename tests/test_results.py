@@ -61,7 +61,7 @@ def test_the_book_finds_it_and_does_without(tmp_path, monkeypatch, capsys):
     assert book.published_model() is None
     book.the_published_model()
     assert "train --corpus multi30k" in capsys.readouterr().out
-    assert book.attention_on_a_caption() is None
+    assert book.attention_on_captions() is None
     assert book.a_beam_on_a_caption() is None
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -229,6 +230,54 @@ def test_the_loss_is_the_smoothed_loss_per_real_token():
     assert math.isclose(
         update.loss, expected.item() / batch.count(), rel_tol=1e-5
     )
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_gradient_of_the_loss_is_that_of_autograd(smoothing):
+    """At the states and at the words' matrix; slices of any size."""
+    states = torch.randn(23, 8, dtype=torch.double, requires_grad=True)
+    weight = torch.randn(11, 8, dtype=torch.double, requires_grad=True)
+    labels = torch.randint(1, 11, (23,))
+    loss = book.smoothed_loss(states @ weight.T, labels, smoothing)
+    expected = torch.autograd.grad(loss / 7, (states, weight))
+    for rows in (1, 5, 23, 100):
+        with torch.no_grad():
+            total, *found = book.loss_and_gradients(
+                states, labels, weight, 7, smoothing, rows
+            )
+        torch.testing.assert_close(total, loss.detach())
+        torch.testing.assert_close(found, list(expected))
+
+
+def test_half_products_learn_as_plain_ones_do():
+    """Twenty updates in 16 bits end near those in 32, and not on them."""
+    ends = []
+    for half in (False, True):
+        torch.manual_seed(0)
+        model = book.tiny_model()
+        if half:
+            book.halve_products(model)
+        pairs = [([5, 6, 7, EOS], [BOS, 7, 6, 5, EOS])] * 20
+        recipe = book.Recipe(steps=20, warmup=10, batch_tokens=40,
+                             max_tokens=40)  # fmt: skip
+        updates = book.training(
+            model, book.stream(pairs, 40), recipe,
+            gradient=partial(book.backward, half=half),
+        )  # fmt: skip
+        ends.append([u.loss for u in updates])
+    assert ends[0] != ends[1]
+    assert ends[0] == pytest.approx(ends[1], rel=0.05)
+    assert ends[1][-1] < 0.8 * ends[1][0]
+
+
+def test_halved_products_keep_the_weights_and_their_names():
+    model = book.tiny_model()
+    before = model.state_dict()
+    book.halve_products(model)
+    after = model.state_dict()
+    assert before.keys() == after.keys()
+    assert all(before[name] is not None for name in after)
+    assert all(before[n].data_ptr() == after[n].data_ptr() for n in after)
 
 
 def test_accumulated_updates_equal_large_ones():

@@ -46,7 +46,8 @@ METADATA = {
 def read_source():
     """Return the source as a notebook without outputs.
 
-    A cell's id comes from its text, so it stays when others move.
+    A cell's id comes from its text, so it stays when others move. Plumbing
+    is folded in Jupyter and in Colab.
     """
     book = jupytext.read(SOURCE, fmt="py:percent")
     book.metadata = nbformat.from_dict(METADATA)
@@ -55,7 +56,43 @@ def read_source():
         copy = seen[cell.source] = seen.get(cell.source, 0) + 1
         text = f"{cell.cell_type} {copy} {cell.source}"
         cell.id = hashlib.sha256(text.encode("utf-8")).hexdigest()[:12]
+        if "plumbing" in cell.metadata.get("tags", []):
+            cell.metadata.jupyter = {"source_hidden": True}
+            cell.metadata.cellView = "form"
+        if cell.cell_type == "markdown":
+            cell.source = embedded(cell.source)
     return book
+
+
+def embedded(text):
+    """Return Markdown with the pictures of images/ inside.
+
+    As PNG in a data URL: of all ways to put a picture into a notebook this
+    is the one that Jupyter, VS Code, Colab, nbviewer and GitHub all show, and
+    that survives being run anew. Paths break, attachments fail in Colab, and
+    VS Code refuses SVG.
+    """
+    names = []
+
+    def reference(match):
+        names.append(match[2])
+        return f"![{' '.join(match[1].split())}][{match[2]}]"
+
+    text = re.sub(r"!\[([^\]]*)\]\(images/([\w-]+)\.svg\)", reference, text)
+    for name in names:
+        path = IMAGES / f"{name}.svg"
+        if not path.exists():
+            sys.exit(f"{path.name} is missing; tools/drawings.py draws it")
+        png = vl_convert.svg_to_png(path.read_text(encoding="utf-8"), 1.5)
+        data = smaller(base64.b64encode(png).decode("ascii"))
+        text += f"\n\n[{name}]: data:image/png;base64,{data}"
+    return text
+
+
+def with_paths(text):
+    """Return Markdown as it was before `embedded`, but for line ends."""
+    text = re.sub(r"\n\n\[[\w-]+\]: data:image/png;base64,\S+", "", text)
+    return re.sub(r"(!\[[^\]]*\])\[([\w-]+)\]", r"\1(images/\2.svg)", text)
 
 
 def read_notebook():
@@ -66,7 +103,16 @@ def read_notebook():
 
 
 def write(book, path):
-    """Write the notebook at once or not at all, within MAX_BYTES."""
+    """Write the notebook at once or not at all, within MAX_BYTES.
+
+    Without counters: a new cell would change those of all that follow.
+    """
+    for cell in book.cells:
+        if cell.cell_type == "code":
+            cell.execution_count = None
+            for output in cell.outputs:
+                if "execution_count" in output:
+                    output.execution_count = None
     text = nbformat.writes(book) + "\n"
     size = len(text.encode("utf-8"))
     if size > MAX_BYTES:
@@ -218,7 +264,6 @@ def sync():
             if same and cell.cell_type == "code":
                 before = same.pop(0)
                 cell.outputs = before.outputs
-                cell.execution_count = before.execution_count
     write(book, NOTEBOOK)
 
 
@@ -230,7 +275,7 @@ def differences():
         for cell in book.cells:
             tags = cell.metadata.get("tags", [])
             lines += [f"%% {cell.cell_type} {' '.join(tags)}".rstrip()]
-            lines += cell.source.splitlines()
+            lines += [line[:200] for line in cell.source.splitlines()]
         texts.append(lines)
     names = (NOTEBOOK.name, SOURCE.name)
     return "\n".join(difflib.unified_diff(*texts, *names, lineterm=""))

@@ -19,6 +19,7 @@ python tools/results.py check
 import argparse
 import json
 import re
+import statistics
 import sys
 from pathlib import Path
 
@@ -151,15 +152,18 @@ def averaging(args):
     )
     paths = sorted(run.glob("weights-*.pt"))
     states = [book.load_tensors(path) for path in paths]
-    best = translator.model.state_dict()
-    best = {name: weight.clone() for name, weight in best.items()}
     choices = {
         f"of update {int(paths[-1].stem[-6:]):,}": states[-1],
         f"mean of the last {len(paths)} checkpoints": (
             book.average_weights(states)
         ),
-        "chosen: moving average": best,
     }
+    moving = book.load_tensors(run / "checkpoint.pt")["moving"]
+    if moving:
+        for weight, average in zip(translator.model.parameters(), moving):
+            weight.data = average
+        state = translator.model.state_dict()
+        choices["moving average"] = {n: w.clone() for n, w in state.items()}
     rows = []
     for name, state in choices.items():
         translator.model.load_state_dict(state)
@@ -206,22 +210,48 @@ def read(name):
     return json.loads(path.read_text("utf-8")) if path.exists() else None
 
 
+def spread(values):
+    """Return the mean and, of several values, their standard deviation."""
+    mean = statistics.fmean(values)
+    if len(values) == 1:
+        return f"{mean:.1f}"
+    return f"{mean:.1f} ± {statistics.stdev(values):.1f}"
+
+
 def multi30k_table():
-    """Return the lines of the table of trained models."""
+    """Return the lines of the table of trained models.
+
+    Runs that differ in nothing but the seed share a line.
+    """
     lines = [
-        "| pair | test | val. | cased | chrF | updates | min. | seed | "
-        "commit |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| pair | test | val. | cased | chrF | updates | seeds | cores | "
+        "min. | commit |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
+    groups = {}
     for path in sorted(RESULTS.glob("multi30k-*.json")):
         r = json.loads(path.read_text("utf-8"))
-        test = r[TEST]
-        name = r["direction"] + (", both" if r["recipe"]["both"] else "")
+        same = {k: v for k, v in r["recipe"].items() if k != "seed"}
+        key = r["direction"], r["commit"], json.dumps([same, r["config"]])
+        groups.setdefault(key, []).append(r)
+    for (name, commit, _), runs in groups.items():
+        test, val = ([r[part] for r in runs] for part in (TEST, "val"))
+        both = ", both" if runs[0]["recipe"]["both"] else ""
+        seeds, cores, minutes = (
+            ", ".join(f"{word(r)}" for r in runs)
+            for word in (
+                lambda r: r["seed"],
+                lambda r: {"one": 1, "two": 2}[r["device"].split()[0]],
+                lambda r: round(r["minutes"]),
+            )
+        )
         lines.append(
-            f"| {name} | **{test['bleu']:.1f}** | {r['val']['bleu']:.1f} | "
-            f"{test['bleu_cased']:.1f} | {test['chrf']:.1f} | "
-            f"{r['steps']:,} | {r['minutes']:.0f} | {r['seed']} | "
-            f"`{r['commit']}` |"
+            f"| {name}{both} | **{spread([t['bleu'] for t in test])}** | "
+            f"{spread([v['bleu'] for v in val])} | "
+            f"{spread([t['bleu_cased'] for t in test])} | "
+            f"{spread([t['chrf'] for t in test])} | "
+            f"{runs[0]['steps']:,} | {seeds} | {cores} | {minutes} | "
+            f"`{commit}` |"
         )
     return lines
 
