@@ -27,7 +27,8 @@ run: $(STAMP)  ## run the book as a script; options: make run ARGS="--help"
 	$(PY) annotated_transformer.py $(ARGS)
 
 html: $(STAMP) $(NOTEBOOK)  ## write build/annotated_transformer.html, one page to read
-	$(PY) tools/notebook.py html build/annotated_transformer.html
+	$(PY) tools/notebook.py check
+	$(PY) tools/page.py build/annotated_transformer.html
 
 sync: $(STAMP)  ## copy the source into the notebook, without running it
 	$(PY) tools/notebook.py sync

@@ -15,7 +15,7 @@ import annotated_transformer as book
 from tools import notebook
 
 ROOT = Path(__file__).resolve().parent.parent
-BINARY = {".png", ".pt", ".model"}
+BINARY = {".png", ".pt", ".model", ".woff2"}
 
 
 def read(name):

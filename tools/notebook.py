@@ -3,14 +3,12 @@
 python tools/notebook.py execute [FILE]  run every cell, write the notebook
 python tools/notebook.py sync            source to notebook, running nothing
 python tools/notebook.py check           fail where the two differ
-python tools/notebook.py html FILE       write the notebook as one page
 python tools/notebook.py pictures        write images/ from its charts
 """
 
 import base64
 import difflib
 import hashlib
-import html as markup
 import os
 import re
 import shutil
@@ -25,7 +23,6 @@ import nbformat
 import vl_convert
 from nbclient import NotebookClient
 from nbclient.exceptions import CellControlSignal, DeadKernelError
-from nbconvert import HTMLExporter
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "annotated_transformer.py"
@@ -83,7 +80,7 @@ def embedded(text):
         path = IMAGES / f"{name}.svg"
         if not path.exists():
             sys.exit(f"{path.name} is missing; tools/drawings.py draws it")
-        png = vl_convert.svg_to_png(path.read_text(encoding="utf-8"), 1.5)
+        png = vl_convert.svg_to_png(path.read_text(encoding="utf-8"), 1.4)
         data = smaller(base64.b64encode(png).decode("ascii"))
         text += f"\n\n[{name}]: data:image/png;base64,{data}"
     return text
@@ -293,29 +290,6 @@ def check():
     print("the notebook and the source agree")
 
 
-def html(path):
-    """Write the notebook as one page, its charts as pictures with a text."""
-    check()
-    book = read_notebook()
-    for cell in book.cells:
-        for output in cell.get("outputs", []):
-            data = output.get("data", {})
-            for kind in [k for k in data if k.startswith(CHART)]:
-                spec = data[kind]
-                svg = vl_convert.vegalite_to_svg(spec).encode("utf-8")
-                picture = base64.b64encode(svg).decode("ascii")
-                alternative = markup.escape(spec.get("description", "chart"))
-                data["text/html"] = (
-                    f'<img alt="{alternative}"'
-                    f' src="data:image/svg+xml;base64,{picture}">'
-                )
-    book.metadata["title"] = "The annotated Transformer"
-    page, _ = HTMLExporter().from_notebook_node(book)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page, encoding="utf-8", newline="\n")
-    print(f"wrote {path.name}")
-
-
 def pictures():
     """Write the charts that the README shows, as SVG."""
     book = read_notebook()
@@ -342,8 +316,6 @@ def main(arguments):
             check()
         case ["pictures"]:
             pictures()
-        case ["html", path]:
-            html(Path(path))
         case _:
             sys.exit(__doc__)
 

@@ -224,8 +224,8 @@ def multi30k_table():
     Runs that differ in nothing but the seed share a line.
     """
     lines = [
-        "| pair | test | val. | cased | chrF | updates | seeds | cores | "
-        "min. | commit |",
+        "| pair | test | val. | cased | chrF | steps | seed | cores | min. "
+        "| commit |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     groups = {}

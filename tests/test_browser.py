@@ -1,0 +1,488 @@
+"""The page and the notebook as a reader sees them, in a real browser."""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from tools import page as maker
+
+sync_api = pytest.importorskip(
+    "playwright.sync_api", reason="a browser: needs `pip install playwright`"
+)
+axe = pytest.importorskip(
+    "axe_playwright_python",
+    reason="a browser: needs `pip install axe-playwright-python`",
+)
+
+pytestmark = pytest.mark.slow
+
+PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
+AXE = Path(axe.__file__).with_name("axe.min.js")
+WIDTHS = {390: 844, 1280: 800, 1920: 1080}
+VIEWS = [(width, scheme) for width in WIDTHS for scheme in ("light", "dark")]
+DRAWN = "document.querySelectorAll('figure.chart:not(.drawn)').length === 0"
+# What a chart consists of, without its axes and legends.
+MARKS = """svg => [...svg.querySelectorAll('.role-mark:not(.mark-group)')]
+    .flatMap(group => [...group.querySelectorAll('path, text, line, rect')])
+    .filter(mark => { const box = mark.getBoundingClientRect();
+                      return box.width + box.height > 0; }).length"""
+
+# A picture with a text of its own is one thing, whatever it consists of.
+EMPTY = (
+    "document.querySelectorAll('.live svg').forEach(s => s.replaceChildren())"
+)
+# Leaves of the page's blocks only those that show a kind of element for the
+# first time: its name and classes, and those of all it lies in.
+THIN = """() => {
+    const kinds = new Set();
+    const blocks = 'section > :not(section):not(.head)';
+    for (const block of document.querySelectorAll(blocks)) {
+        const before = kinds.size;
+        for (const element of [block, ...block.querySelectorAll('*')]) {
+            if (!element.checkVisibility()) continue;
+            let kind = '';
+            for (let box = element; box; box = box.parentElement)
+                if (box.tagName !== 'SECTION')
+                    kind += box.tagName + box.getAttribute('class');
+            kinds.add(kind);
+        }
+        if (kinds.size === before) block.remove();
+    }
+    return kinds.size;
+}"""
+BROKEN = """[...document.images].filter(
+    image => image.src && image.complete && !image.naturalWidth
+).map(image => image.outerHTML.slice(0, 200))"""
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """One Chromium for all tests."""
+    program = next(filter(None, map(shutil.which, PROGRAMS)), None)
+    if not program:
+        pytest.skip(f"a browser: none of {', '.join(PROGRAMS)} is here")
+    with sync_api.sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(
+            executable_path=program, args=["--no-sandbox"]
+        )
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory):
+    """The page of the stored notebook, as a file."""
+    path = tmp_path_factory.mktemp("page") / "book.html"
+    try:
+        maker.build(maker.NOTEBOOK, path)
+    except SystemExit as error:
+        pytest.fail(f"{error}")
+    return path.as_uri()
+
+
+@pytest.fixture(scope="module")
+def charts():
+    """How many charts the notebook has."""
+    cells = nbformat.read(maker.NOTEBOOK, as_version=4).cells
+    outputs = [out for cell in cells for out in cell.get("outputs", [])]
+    kinds = [kind for out in outputs for kind in out.get("data", {})]
+    return sum(kind.startswith(maker.CHART) for kind in kinds)
+
+
+@contextlib.contextmanager
+def visit(browser, address, width=1280, scheme="light", **options):
+    """Open a page offline; `troubles` collects all that goes wrong."""
+    context = browser.new_context(
+        viewport={"width": width, "height": WIDTHS[width]},
+        color_scheme=scheme,
+        offline=True,
+        **options,
+    )
+    page = context.new_page()
+    page.troubles = []
+
+    def told(message):
+        if message.type == "error":
+            page.troubles.append(f"console: {message.text}")
+
+    def asked(request):
+        if not request.url.startswith(("file:", "data:", "blob:")):
+            page.troubles.append(f"asked for {request.url}")
+
+    page.on("console", told)
+    page.on("pageerror", lambda error: page.troubles.append(str(error)))
+    page.on("request", asked)
+    page.on("requestfailed", lambda r: page.troubles.append(f"no {r.url}"))
+    page.goto(address)
+    try:
+        yield page
+    finally:
+        context.close()
+
+
+def draw_all(page):
+    """Scroll past every chart, as a reader does, until all are live."""
+    for figure in page.query_selector_all("figure.chart"):
+        figure.scroll_into_view_if_needed()
+    page.wait_for_function(DRAWN)
+
+
+@pytest.fixture(scope="module", params=VIEWS, ids=lambda view: f"{view}")
+def read(request, browser, address):
+    """The page read from top to bottom, in each width and scheme."""
+    with visit(browser, address, *request.param) as page:
+        draw_all(page)
+        yield page
+
+
+@pytest.fixture(scope="module")
+def desk(browser, address):
+    """The page on a laptop, for what one does with it."""
+    with visit(browser, address) as page:
+        yield page
+
+
+def ground(page):
+    return page.evaluate("getComputedStyle(document.body).backgroundColor")
+
+
+# In all widths and both schemes
+
+
+def test_nothing_fails_and_nothing_is_asked_for(read):
+    assert read.troubles == []
+
+
+def test_every_chart_is_live_and_none_is_empty(read, charts):
+    drawings = read.query_selector_all("figure.chart .live svg")
+    assert len(drawings) == charts
+    for drawing in drawings:
+        size = drawing.bounding_box()
+        assert size["width"] > 100 < size["height"]
+        assert drawing.evaluate(MARKS) > 0
+        assert drawing.get_attribute("role") == "img"
+        assert len(drawing.get_attribute("aria-label")) > 20
+
+
+def test_every_picture_is_loaded(read):
+    assert read.evaluate(BROKEN) == []
+
+
+def test_only_boxes_scroll_sideways_never_the_page(read):
+    beyond = "document.documentElement.scrollWidth - innerWidth"
+    assert read.evaluate(beyond) <= 0
+
+
+def test_what_scrolls_can_be_reached_with_the_keyboard(read):
+    boxes = """[...document.querySelectorAll('main .scroll')].filter(
+        box => box.scrollWidth > box.clientWidth && box.tabIndex
+            && box.checkVisibility())"""
+    assert read.evaluate(f"{boxes}.length") == 0
+
+
+def test_every_link_inside_has_its_target(read):
+    missing = """[...document.querySelectorAll('a[href^="#"]')].filter(
+        link => link.hash !== '#top'
+            && !document.getElementById(decodeURI(link.hash.slice(1))))"""
+    assert read.evaluate(f"{missing}.map(link => link.hash)") == []
+
+
+def test_the_grounds_follow_the_readers_scheme(read):
+    dark = read.evaluate("matchMedia('(prefers-color-scheme: dark)').matches")
+    channels = [int(n) for n in re.findall(r"\d+", ground(read))]
+    assert max(channels) < 60 if dark else min(channels) > 230
+
+
+def axe_on(page, options="{}"):
+    """What axe finds amiss: the rules' names with the elements."""
+    page.evaluate(AXE.read_text(encoding="utf-8"))
+    found = page.evaluate(f"axe.run({options})")
+    return [
+        (rule["id"], [(n["target"], n["failureSummary"]) for n in nodes[:3]])
+        for rule in found["violations"]
+        if (nodes := rule["nodes"])
+    ]
+
+
+def test_axe_finds_nothing_on_any_kind_of_element(read):
+    """WCAG 2 A and AA and the best practices. Last: the page is thinned."""
+    read.evaluate(EMPTY)
+    assert read.evaluate(THIN) > 50
+    assert axe_on(read) == []
+
+
+# What a reader does
+
+
+def test_charts_are_pictures_first_and_live_when_near(browser, address):
+    """The program that draws runs after the first paint, when needed."""
+    with visit(browser, address) as page:
+        page.wait_for_function(
+            "performance.getEntriesByName('first-contentful-paint').length"
+        )
+        assert page.evaluate("'vegaEmbed' in window") is False
+        picture = page.query_selector("figure.chart img")
+        assert picture.is_visible()
+        picture.scroll_into_view_if_needed()
+        page.wait_for_selector("figure.chart.drawn")
+        assert not picture.is_visible()
+
+
+def test_without_scripts_all_can_be_read(browser, address):
+    with visit(browser, address, java_script_enabled=False) as page:
+        assert page.is_visible("nav a")
+        assert page.is_visible("figure.chart img")
+        assert page.is_visible("h1")
+
+
+def test_the_contents_follow_the_reader(desk):
+    heads = "section:has(> .head + :not(section)) > .head > h3"
+    for heading in desk.query_selector_all(heads)[3:-1:6]:
+        heading.evaluate("heading => heading.scrollIntoView()")
+        desk.wait_for_selector(
+            f'nav a[href="#{heading.get_attribute("id")}"][aria-current]'
+        )
+        entry = desk.query_selector("nav a[aria-current]")
+        box = entry.bounding_box()
+        assert 0 <= box["y"] <= WIDTHS[1280]
+    assert len(desk.query_selector_all("[aria-current]")) == 1
+
+
+def test_the_contents_open_on_a_telephone(browser, address):
+    with visit(browser, address, 390) as page:
+        assert not page.is_visible("nav a")
+        page.click(".opener")
+        assert page.get_attribute(".opener", "aria-expanded") == "true"
+        entry = page.query_selector("nav ol ol a")
+        entry.click()
+        assert not page.is_visible("nav a")
+        name = entry.get_attribute("href")[1:]
+        heading = page.locator(f'[id="{name}"]')
+        sync_api.expect(heading).to_be_in_viewport()
+        below = page.query_selector(".side").bounding_box()["height"]
+        assert heading.bounding_box()["y"] >= below
+        page.click(".opener")
+        page.keyboard.press("Escape")
+        assert not page.is_visible("nav a")
+
+
+REFUSE = "() => { navigator.clipboard.writeText = () => Promise.reject(); }"
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_code_is_copied(browser, address, allowed):
+    """Through the clipboard, or by hand where a browser refuses it."""
+    with visit(browser, address) as page:
+        page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+        if not allowed:
+            page.evaluate(REFUSE)
+        for block in page.query_selector_all(".cell > .code")[2:9:3]:
+            button = block.query_selector("button")
+            button.focus()
+            page.keyboard.press("Enter")
+            page.wait_for_function(
+                "button => button.textContent === 'Copied'", arg=button
+            )
+            text = page.evaluate("navigator.clipboard.readText()")
+            assert text == block.query_selector("code").text_content()
+            assert button.evaluate("button => document.activeElement===button")
+
+
+INK = "figure => getComputedStyle(figure.querySelector('svg text')).fill"
+
+
+def test_the_theme_is_chosen_and_remembered(browser, address):
+    with visit(browser, address) as page:
+        figure = page.query_selector("figure.chart")
+        figure.scroll_into_view_if_needed()
+        page.wait_for_selector("figure.drawn")
+        before, ink = ground(page), figure.evaluate(INK)
+        page.check(".theme [value=dark]")
+        page.wait_for_function(
+            f"([figure, ink]) => ({INK})(figure) !== ink", arg=[figure, ink]
+        )
+        assert ground(page) != before
+        page.reload()
+        assert ground(page) != before
+        assert page.is_checked(".theme [value=dark]")
+        page.check(".theme [value=auto]")
+        assert ground(page) == before
+        assert page.troubles == []
+
+
+def test_folded_code_opens(desk):
+    fold = desk.query_selector("main details")
+    assert not fold.query_selector("pre").is_visible()
+    fold.query_selector("summary").focus()
+    desk.keyboard.press("Enter")
+    assert fold.query_selector("pre").is_visible()
+
+
+def test_a_charts_switch_changes_the_chart(desk):
+    """Each list of choices redraws its chart, and a new theme keeps them."""
+    draw_all(desk)
+    lists = desk.query_selector_all("figure.chart select")
+    assert lists
+    for choice in lists:
+        figure = choice.evaluate_handle("list => list.closest('figure')")
+        look = "figure => figure.querySelector('svg').innerHTML"
+        before = figure.evaluate(look)
+        chosen = choice.evaluate("list => list.value")
+        values = choice.evaluate("list => [...list.options].map(o => o.value)")
+        other = next(value for value in values if value != chosen)
+        choice.select_option(other)
+        desk.wait_for_function(
+            f"([figure, before]) => ({look})(figure) !== before",
+            arg=[figure, before],
+        )
+        assert choice.evaluate("list => list.labels[0].textContent").strip()
+    wanted = [choice.evaluate("list => list.value") for choice in lists]
+    desk.check(".theme [value=dark]")
+    values = "[...document.querySelectorAll('figure select')].map(s=>s.value)"
+    desk.wait_for_function("list => !list.isConnected", arg=lists[-1])
+    assert desk.evaluate(values) == wanted
+    desk.check(".theme [value=auto]")
+
+
+def test_axe_finds_nothing_on_the_whole_page(browser, address):
+    """But for contrast, which takes axe long, and is the same everywhere."""
+    with visit(browser, address) as page:
+        draw_all(page)
+        page.evaluate(EMPTY)
+        rules = "{rules: {'color-contrast': {enabled: false}}}"
+        assert axe_on(page, rules) == []
+
+
+def test_notes_stand_in_the_margin_only_where_there_is_one(browser, address):
+    places = {}
+    for width in WIDTHS:
+        with visit(browser, address, width) as page:
+            text = page.query_selector("section > p:not(.note)")
+            note = page.query_selector(".note")
+            text, note = text.bounding_box(), note.bounding_box()
+            places[width] = note["x"] > text["x"] + text["width"]
+            assert note["x"] + note["width"] <= width
+    assert places == {390: False, 1280: False, 1920: True}
+
+
+def test_on_paper_charts_are_pictures_and_all_is_open(browser, address):
+    with visit(browser, address, scheme="dark") as page:
+        draw_all(page)
+        page.emulate_media(media="print")
+        page.evaluate("dispatchEvent(new Event('beforeprint'))")
+        assert min(map(int, re.findall(r"\d+", ground(page)))) > 230
+        for picture in page.query_selector_all("figure.chart img"):
+            assert picture.is_visible()
+        assert page.query_selector_all("figure.chart .live:visible") == []
+        assert not page.query_selector_all("details:not([open])")
+        assert not page.is_visible(".side")
+        page.evaluate("dispatchEvent(new Event('afterprint'))")
+        assert not page.query_selector_all("details[open]")
+
+
+# The notebook in JupyterLab
+
+QUIET = {
+    "@jupyterlab/notebook-extension:tracker": {"windowingMode": "none"},
+    "@jupyterlab/apputils-extension:notification": {
+        "fetchNews": "false",
+        "checkForUpdates": False,
+    },
+}
+# An error of JupyterLab itself, or of a kernel that this test does not need.
+HARMLESS = re.compile(r"favicon|kernel|WebSocket|lsp|source map", re.I)
+
+LIVE = ".jp-OutputArea .vega-embed canvas.marks"
+BLANK = """.filter(canvas => {
+    const pixels = canvas.getContext('2d').getImageData(
+        0, 0, canvas.width, canvas.height).data;
+    return new Set(new Uint32Array(pixels.buffer)).size < 10;
+}).length"""
+
+
+@pytest.fixture
+def lab(tmp_path):
+    """The address of a JupyterLab in an empty folder with the notebook."""
+    for name in ("config/labconfig", "run", "data", "books", "home"):
+        (tmp_path / name).mkdir(parents=True)
+    settings = tmp_path / "config/labconfig/default_setting_overrides.json"
+    settings.write_text(json.dumps(QUIET))
+    shutil.copy(maker.NOTEBOOK, tmp_path / "books" / "book.ipynb")
+    environment = os.environ | {
+        "JUPYTER_CONFIG_DIR": str(tmp_path / "config"),
+        "JUPYTER_RUNTIME_DIR": str(tmp_path / "run"),
+        "JUPYTER_DATA_DIR": str(tmp_path / "data"),
+        "JUPYTERLAB_WORKSPACES_DIR": str(tmp_path / "data"),
+        "JUPYTERLAB_SETTINGS_DIR": str(tmp_path / "data"),
+        "HOME": str(tmp_path / "home"),
+    }
+    command = [
+        *(sys.executable, "-m", "jupyter", "lab", "--no-browser"),
+        *("--port=0", "--ServerApp.ip=127.0.0.1", "--allow-root"),
+        *("--IdentityProvider.token=", "--ServerApp.password="),
+        f"--ServerApp.root_dir={tmp_path / 'books'}",
+    ]
+    with (tmp_path / "log").open("w") as log:
+        server = subprocess.Popen(
+            command, env=environment, stdout=log, stderr=log
+        )
+    try:
+        yield wait_for_server(server, tmp_path)
+    finally:
+        server.terminate()
+        server.wait(30)
+
+
+def wait_for_server(server, folder):
+    """Return the address of a server that answers."""
+    end = time.monotonic() + 60
+    while time.monotonic() < end and server.poll() is None:
+        for file in (folder / "run").glob("jpserver-*.json"):
+            with contextlib.suppress(OSError, ValueError):
+                url = json.loads(file.read_text())["url"]
+                with urllib.request.urlopen(f"{url}api", timeout=5):
+                    return url
+        time.sleep(0.1)
+    pytest.fail((folder / "log").read_text())
+
+
+def test_jupyterlab_shows_the_notebook_with_all_charts(browser, lab, charts):
+    """Offline but for its own server: live charts and unbroken images."""
+    context = browser.new_context(viewport={"width": 1280, "height": 800})
+    page, troubles = context.new_page(), []
+
+    def fence(route):
+        if route.request.url.startswith(lab):
+            route.continue_()
+        else:
+            troubles.append(f"asked for {route.request.url}")
+            route.abort()
+
+    def told(message):
+        if message.type == "error" and not HARMLESS.search(message.text):
+            troubles.append(message.text)
+
+    context.route(re.compile(r"^https?:"), fence)
+    page.on("console", told)
+    page.on("pageerror", lambda error: troubles.append(str(error)))
+    page.goto(f"{lab}lab/tree/book.ipynb")
+    page.wait_for_function(
+        f"document.querySelectorAll('{LIVE}').length === {charts}",
+        timeout=60_000,
+    )
+    blank = page.evaluate(f"[...document.querySelectorAll('{LIVE}')]{BLANK}")
+    assert blank == 0
+    assert page.evaluate(BROKEN) == []
+    assert page.query_selector_all(".jp-MarkdownOutput h1")
+    assert troubles == []
+    context.close()
