@@ -4156,9 +4156,9 @@ def your_own_sentence():
 
 
 # %% [markdown]
-# The second output is short and wrong. A model knows its corpus, not the
-# language: words it has never seen become `<unk>`, and an order of words it
-# has never met may go wrong in any way.
+# The second output stutters, and has lost the ball. A model knows its corpus,
+# not the language: words it has never seen become `<unk>`, and an order of
+# words it has never met may go wrong in any way.
 
 
 # %% [markdown]
