@@ -2530,13 +2530,13 @@ def greedy_plain(model, src, extra=50):
 # %% [markdown]
 # ### A cache of keys and values
 #
-# `greedy_plain` does far too much work. To write word 20, all 19 words
-# before it go through all layers again, with the same result as the time
-# before: the causal mask sees to it that no word depends on a later one.
-# Only the newest place is new. What it needs of the others are their keys
-# and values, so we keep those, layer by layer. This is the *cache* that
-# every language model of today has. The keys and values of cross-attention
-# come from the memory, which never changes: they are computed once.
+# `greedy_plain` does far too much work. To write word 20, all 19 words before
+# it go through all layers again, with the same result as the time before: the
+# causal mask sees to it that no word depends on a later one. Only the newest
+# place is new. What it needs of the others are their keys and values, so we
+# keep those, layer by layer. This is the *KV cache* of today's language
+# models. The keys and values of cross-attention come from the memory, which
+# never changes: they are computed once.
 #
 # The class takes the decoder's own sub-layers apart. `width` is the number
 # of texts that are being written for each source, 1 here, more in 6.1:
@@ -4611,7 +4611,7 @@ def cross_attention_of_a_sentence():
         f"Cross-attention, layer {layer}",
         "Heat maps of cross-attention, one for each head: in nearly every "
         "row one bright cell, on the German word that is translated there.",
-        columns=2, cell=18,
+        columns=2, cell=16,
     )  # fmt: skip
 
 
@@ -6736,14 +6736,18 @@ def main(argv):
 # | first weights | not said | Glorot's; embeddings with variance 1/D |
 # | smoothing | not said over what | spread over all V words |
 # | sizes | base and big | these, and smaller ones for a laptop |
-# | schedule | factor 1 | a factor of 2.5 for tiny; linear for laptop |
+# | schedule | factor 1 | 2.5 for tiny, ½ for toy; linear for laptop |
 # | norm | after the sum | the same; before, for laptop |
+# | norm's ε | not said | 10⁻⁵, torch's |
+# | biases | not said | torch's start; none in attention |
+# | products | not said | 32 bits; 16 for laptop, where it pays |
 # | dropout | exactly p | p to the nearest 1/256 |
 # | length penalty | not said what it counts | `</s>` counts |
 # | greatest length | source + 50 | the same; the source's `</s>` counts |
 # | masked scores | −∞ | the lowest finite number |
 # | batch | 25,000 tokens a side | 24,576 places, padding included |
 # | final weights | mean of the last ones | that, or a better one |
+# | 6.2, 6.3 | other sizes; parsing | not repeated |
 #
 # Everything else is meant to be the paper's. If you find where it is not,
 # that is a mistake; please tell us.

@@ -453,3 +453,11 @@ def test_a_page_too_large_is_refused(make, monkeypatch):
     monkeypatch.setattr(page, "MAX_BYTES", 1000)
     with pytest.raises(SystemExit, match="over 1,000"):
         make("Text.")
+
+
+def test_symbols_in_the_text_have_subscripts_and_code_has_not(html):
+    text = next(p for p in html.article.find_all("p") if "d_k = 2" in p.text
+                or "so dk = 2" in p.text)  # fmt: skip
+    assert text.find("sub").text == "k" and text.find("var").text == "d"
+    assert "d_model" in html.article.find("pre").find_parent("article").text
+    assert not html.select("pre sub") and not html.select("code sub")

@@ -23,6 +23,8 @@ DRAWINGS = ROOT / "tools" / "drawings.py"
 SVG = "http://www.w3.org/2000/svg"
 
 NUMBER = r"\d+(?:\.\d+)*"
+SYMBOL = re.compile(r"\b([dW])_(model|ff|[kv1-9A-Z])\b")  # in running text
+SUBSCRIPT = r"<var>\1</var><sub>\2</sub>"
 REFERENCE = re.compile(
     rf"(Section|Equation)s? {NUMBER}(?:(?:,|,? and| to) {NUMBER})*"
 )
@@ -215,7 +217,9 @@ class Prose:
                 child.content = (
                     f'<a href="#{place}">{text}</a>'
                     if place
-                    else REFERENCE.sub(self.references, text)
+                    else SYMBOL.sub(
+                        SUBSCRIPT, REFERENCE.sub(self.references, text)
+                    )
                 )
             before = child.type
 
