@@ -461,3 +461,12 @@ def test_symbols_in_the_text_have_subscripts_and_code_has_not(html):
     assert text.find("sub").text == "k" and text.find("var").text == "d"
     assert "d_model" in html.article.find("pre").find_parent("article").text
     assert not html.select("pre sub") and not html.select("code sub")
+
+
+def test_no_line_ends_inside_an_option(html):
+    """`--preset laptop` may break at the blank, and nowhere else."""
+    options = {span.text for span in html.select("code .option")}
+    assert {"--preset", "--no-half", "--alpha"} <= options
+    assert not html.select("pre .option")
+    for option in options:
+        assert " " not in option and option.startswith("-")

@@ -110,6 +110,7 @@ class Prose:
         for kind in (
             *("heading_open", "heading_close", "table_open", "table_close"),
             *("math_block", "math_inline", "image", "fence", "html_block"),
+            "code_inline",
         ):
             self.markdown.add_render_rule(kind, self.rule(kind))
         self.taken, self.headings, self.open = set(), [], []
@@ -304,6 +305,14 @@ class Prose:
     def fence(self, token):
         """Return a block of code that stands in the prose."""
         return code_block(token.content, token.info.strip() or "text")
+
+    def code_inline(self, token):
+        """Return code within a line; no line ends inside an option."""
+        text = escape(token.content, quote=False)
+        option = r'<span class="option">\g<0></span>'
+        return (
+            f"<code>{re.sub(r'(?<![^ ])--?[a-z][a-z-]*', option, text)}</code>"
+        )
 
     def html_block(self, token):
         """Return HTML as it stands, but for comments."""
