@@ -4952,8 +4952,8 @@ def attention_against_the_alignment():
 # gradients reach all layers from the start (Xiong et al., 2020; *Post-norm
 # against pre-norm* above).
 #
-# **Products in 16 bits.** Nine tenths of an update's arithmetic are products
-# of matrices, and many processors multiply numbers of 16 bits about twice as
+# **Products in 16 bits.** Nearly all of an update's arithmetic is products of
+# matrices, and some processors multiply numbers of 16 bits about twice as
 # fast as those of 32. In `bfloat16` a number keeps its range and loses
 # digits: 8 bits of precision, where a `float32` has 24. So only the factors
 # of the products are rounded, in training; sums are in 32 bits, and so are
