@@ -231,7 +231,9 @@ def altair():
         import vl_convert
 
         if "google.colab" in sys.modules:  # which is online, and knows no Vega
-            return alt.display.html_renderer(spec)
+            from altair.vegalite.v5.display import html_renderer
+
+            return html_renderer(spec)
         version = ".".join(alt.SCHEMA_VERSION[1:].split(".")[:2])
         png = vl_convert.vegalite_to_png(spec, scale=1.5, vl_version=version)
         vega = "application/vnd.vegalite.v5+json"
@@ -5993,7 +5995,7 @@ def validate_average(run, val, folder, log, options):
 # BLEU ignores case and cuts words by sacreBLEU's rules 13a; *cased* minds the
 # case; chrF counts runs of letters instead of words. Minutes are those of the
 # updates alone. *Cores* are those that a run had; where it is 1, the other
-# was busy with something else, which slows both.
+# was busy with something else.
 #
 # Rows of another commit are of earlier settings: at `8431fbd` the preset had
 # dropout 0.15, 12,000 updates and products in 32 bits (`--dropout 0.15
@@ -6040,9 +6042,8 @@ def validate_average(run, val, folder, log, options):
 #
 # Here the mean of the last five, saved 1,000 updates apart, gains 0.6 BLEU
 # over the last alone. That is no law: in the earlier run of 12,000 updates
-# (commit `8431fbd`) it *lost* 0.4, for there the oldest of the five were
-# still much less trained. The loss tells of no gain either time; so the mean
-# is a candidate, and validation decides.
+# (commit `8431fbd`) it *lost* 0.4, and the loss gains nothing either time. So
+# the mean is a candidate, and validation decides.
 #
 # For comparison, trained from scratch on the same pairs without images: 41.0
 # for English-German (Wu et al., 2021, the tiny sizes, beam five, about 65

@@ -49,6 +49,19 @@ def corpus(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="session")
+def built(tmp_path_factory):
+    """The page that `make html` makes of the stored notebook."""
+    from tools import page
+
+    path = tmp_path_factory.mktemp("page") / "book.html"
+    try:
+        page.build(page.NOTEBOOK, path)
+    except SystemExit as error:
+        pytest.fail(f"{error}")
+    return path
+
+
 def pytest_collection_modifyitems(items):
     """Skip the tests marked gpu where there is no CUDA device."""
     if not torch.cuda.is_available():

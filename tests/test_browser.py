@@ -80,14 +80,9 @@ def browser():
 
 
 @pytest.fixture(scope="module")
-def address(tmp_path_factory):
-    """The page of the stored notebook, as a file."""
-    path = tmp_path_factory.mktemp("page") / "book.html"
-    try:
-        maker.build(maker.NOTEBOOK, path)
-    except SystemExit as error:
-        pytest.fail(f"{error}")
-    return path.as_uri()
+def address(built):
+    """The page of the stored notebook, as a browser names it."""
+    return built.as_uri()
 
 
 @pytest.fixture(scope="module")
@@ -418,6 +413,9 @@ def lab(tmp_path):
     settings = tmp_path / "config/labconfig/default_setting_overrides.json"
     settings.write_text(json.dumps(QUIET))
     shutil.copy(maker.NOTEBOOK, tmp_path / "books" / "book.ipynb")
+    cells = [nbformat.v4.new_markdown_cell("nothing")]
+    blank = nbformat.v4.new_notebook(cells=cells)
+    nbformat.write(blank, tmp_path / "books" / "blank.ipynb")
     environment = os.environ | {
         "JUPYTER_CONFIG_DIR": str(tmp_path / "config"),
         "JUPYTER_RUNTIME_DIR": str(tmp_path / "run"),
@@ -456,8 +454,14 @@ def wait_for_server(server, folder):
     pytest.fail((folder / "log").read_text())
 
 
-def test_jupyterlab_shows_the_notebook_with_all_charts(browser, lab, charts):
-    """Offline but for its own server: live charts and unbroken images."""
+@pytest.mark.parametrize("place", ["lab/tree", "notebooks"])
+def test_jupyter_shows_the_notebook_with_all_charts(
+    browser, lab, charts, place
+):
+    """JupyterLab and Notebook, offline: live charts and unbroken images.
+
+    What goes wrong with a blank notebook as well is Jupyter's own.
+    """
     context = browser.new_context(viewport={"width": 1280, "height": 800})
     page, troubles = context.new_page(), []
 
@@ -475,7 +479,11 @@ def test_jupyterlab_shows_the_notebook_with_all_charts(browser, lab, charts):
     context.route(re.compile(r"^https?:"), fence)
     page.on("console", told)
     page.on("pageerror", lambda error: troubles.append(str(error)))
-    page.goto(f"{lab}lab/tree/book.ipynb")
+    page.goto(f"{lab}{place}/blank.ipynb")
+    page.wait_for_selector(".jp-MarkdownOutput")
+    page.wait_for_timeout(1000)
+    own = set(troubles)
+    page.goto(f"{lab}{place}/book.ipynb")
     page.wait_for_function(
         f"document.querySelectorAll('{LIVE}').length === {charts}",
         timeout=60_000,
@@ -484,5 +492,6 @@ def test_jupyterlab_shows_the_notebook_with_all_charts(browser, lab, charts):
     assert blank == 0
     assert page.evaluate(BROKEN) == []
     assert page.query_selector_all(".jp-MarkdownOutput h1")
-    assert troubles == []
+    assert set(troubles) <= own
+    assert not any(trouble.startswith("asked for") for trouble in troubles)
     context.close()

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import sys
 
 import pytest
 
@@ -52,6 +53,15 @@ def test_an_example_shows_the_same_each_time():
         book.run_seeded(example).to_dict()["datasets"] for _ in range(2)
     )
     assert list(first.values()) == list(second.values())
+
+
+def test_in_colab_a_chart_is_html_since_it_knows_no_vega(monkeypatch):
+    monkeypatch.setitem(sys.modules, "google.colab", object())
+    alt = book.altair()
+    chart = book.run_seeded(book.EXAMPLES["positional_waves"])
+    [(kind, text)] = alt.renderers.get()(chart.to_dict()).items()
+    assert kind == "text/html" and "vega-embed" in text
+    assert json.dumps(chart.to_dict()["title"]) in text
 
 
 def test_a_chart_is_shown_live_and_as_a_picture():

@@ -17,17 +17,6 @@ def read_page(path):
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory):
-    """The page of the notebook as it is stored."""
-    path = tmp_path_factory.mktemp("page") / "book.html"
-    try:
-        page.build(page.NOTEBOOK, path)
-    except SystemExit as error:
-        pytest.fail(f"{error}")
-    return path
-
-
-@pytest.fixture(scope="module")
 def html(built):
     return read_page(built)
 

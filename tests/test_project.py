@@ -8,6 +8,8 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from bs4 import BeautifulSoup
+from nbconvert import HTMLExporter
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -113,6 +115,26 @@ def test_the_notebook_has_its_pictures_inside():
             shown.append(name)
     assert shown == re.findall(r"\(images/([\w-]+)\.svg\)", source)
     assert len(set(shown)) == len(shown) == 5
+
+
+def test_without_scripts_each_chart_is_a_picture():
+    """As nbviewer shows it, which uses nbconvert."""
+    nb = notebook.read_notebook()
+    charts = sum(
+        any(kind.startswith(notebook.CHART) for kind in output.data)
+        for cell in nb.cells
+        for output in cell.get("outputs", [])
+        if "data" in output
+    )
+    text, _ = HTMLExporter(template_name="basic").from_notebook_node(nb)
+    shown = BeautifulSoup(text, "html.parser")
+    for script in shown.find_all("script"):
+        script.decompose()
+    sources = [image["src"] for image in shown.find_all("img")]
+    assert charts > 15 and len(sources) == charts + 5
+    for source in sources:
+        data = base64.b64decode(source.removeprefix("data:image/png;base64,"))
+        assert data[:4] == b"\x89PNG"
 
 
 def test_pictures_go_in_and_come_out_again():
