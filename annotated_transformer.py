@@ -140,7 +140,7 @@ import urllib.request
 import warnings
 import zlib
 from collections import Counter
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -6247,9 +6247,13 @@ def run_train(args):
     facts["data"] = hashlib.sha256(json.dumps(train).encode()).hexdigest()
     torch.manual_seed(args.seed)
     rare = 1 if args.corpus == "toy" else 2
-    translator = untrained_translator(
-        train, languages, sizes, pieces, rare, recipe.both
-    )
+    if args.start:
+        translator = load_start(args, recipe)
+        facts["start"] = sha256(Path(args.start) / "weights.pt")
+    else:
+        translator = untrained_translator(
+            train, languages, sizes, pieces, rare, recipe.both
+        )
     train, long = short_pairs(translator, train)
     if long:
         say(f"left out: {long:,} pairs of more than 100 tokens")
@@ -6274,6 +6278,36 @@ def run_train(args):
     }
     train_translator(run, train, val, recipe, folder, options)
     say(f"done: {folder}, validation BLEU {run.best:.2f}")
+
+
+# %% [markdown]
+# With `--from`, training starts from a saved model instead of random weights:
+# to go on with another recipe, or with another corpus of the same languages.
+# Vocabulary and sizes are then the model's; only dropout may change.
+
+
+# %% tags=["plumbing"]
+def load_start(args, recipe):
+    """The translator in the folder of `--from`, ready to be trained on."""
+    for name in ("pieces", "norm_first"):
+        if getattr(args, name) is not None:
+            option = name.replace("_", "-")
+            raise InputError(f"--{option} is the model's own with --from")
+    folder = Path(args.start)
+    old = load_translator(folder)
+    if [old.src, old.tgt] != [args.src, args.tgt] or old.both != recipe.both:
+        ways = "both ways" if old.both else "one way"
+        raise InputError(
+            f"--from {folder} translates {old.src} to {old.tgt}, {ways}; "
+            "--src, --tgt and --both must say the same"
+        )
+    names = "dropout", "attention_dropout"
+    given = {name: getattr(args, name) for name in names}
+    given = {name: value for name, value in given.items() if value is not None}
+    model = Transformer(replace(old.model.config, **given))
+    model.load_state_dict(old.model.state_dict())
+    vocabs = old.src_vocab, old.tgt_vocab
+    return Translator(model, vocabs, (old.src, old.tgt), old.both)
 
 
 # %% [markdown]
@@ -6631,6 +6665,8 @@ def add_training(train):
     option("--preset", default="tiny", choices=RECIPES, help=text)
     option("--out", required=True, metavar="DIR", help="folder of the run")
     option("--seed", type=int, default=0, metavar="N")
+    text = "start from the model in DIR, not from random weights"
+    option("--from", dest="start", metavar="DIR", help=text)
     add_numbers(train, NUMBERS)
     text = "updates between checkpoints (1000)"
     option("--save-every", type=int, default=1000, metavar="N", help=text)
