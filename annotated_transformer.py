@@ -2266,7 +2266,9 @@ class Recipe:
 #
 # $$\frac{\partial L}{\partial z} = \mathrm{softmax}(z) - t$$
 #
-# the probabilities found minus those wanted (t is the smoothed target). Two
+# the probabilities found minus those wanted (t is the smoothed target). The
+# loss itself needs log Σ e^z, and has it for nothing: it is the largest z
+# minus the logarithm of the largest probability. Two
 # products of matrices carry it on, one to the states and one to the embedding
 # matrix. The slices' gradients together are the gradient at the states, from
 # which `backward` goes on. Padding is left out from the start.
@@ -2284,12 +2286,14 @@ def loss_and_gradients(states, labels, weight, tokens, smoothing, rows=256):
     even, total = smoothing / len(weight), 0.0  # even: for every word
     at_states, at_weight = [], torch.zeros_like(weight, dtype=full)
     for x, y in zip(states.split(rows), labels.split(rows)):
-        q = (x @ weight.T).to(full).log_softmax(-1)  # (rows, V)
-        right = q.gather(1, y[:, None])
-        total -= (1 - smoothing) * right.sum() + even * q.sum()
-        q.exp_().sub_(even)  # softmax minus target, in place
-        q.scatter_add_(1, y[:, None], torch.full_like(right, smoothing - 1))
-        gradient = q.div_(tokens).to(weight.dtype)
+        z = (x @ weight.T).to(full)  # (rows, V)
+        right = z.gather(1, y[:, None])
+        p = z.softmax(-1)
+        total += (z.amax(-1) - p.amax(-1).log()).sum()  # log_sum_exp
+        total -= (1 - smoothing) * right.sum() + even * z.sum()
+        p.sub_(even)  # softmax minus target, in place
+        p.scatter_add_(1, y[:, None], torch.full_like(right, smoothing - 1))
+        gradient = p.div_(tokens).to(weight.dtype)
         at_states.append(gradient @ weight)
         at_weight += gradient.T @ x
     return total, torch.cat(at_states), at_weight
@@ -2560,6 +2564,11 @@ class Cache:
             for layer in model.decoder.layers
         ]
 
+    @classmethod
+    def begin(cls, model, src, width=1):
+        """A cache for (A, S) source ids, of which nothing is written yet."""
+        return cls(model, *model.encode(src), width)
+
     @staticmethod
     def keys_and_values(heads, x):
         """(A, S, D) -> two of (A, H, S, K)"""
@@ -2613,14 +2622,18 @@ class Cache:
 
 
 # %%
-def greedy(model, src, extra=50):
-    """`greedy_plain`, with keys and values kept: the same words, sooner."""
+def greedy(model, src, extra=50, begin=None):
+    """`greedy_plain`, with keys and values kept: the same words, sooner.
+
+    `begin(src)` makes the cache, if it is to be another than `Cache`.
+    """
+    begin = begin or partial(Cache.begin, model)
     limits = (src != PAD).sum(-1) + extra  # (B,)
     outputs = [[] for _ in src]
     alive = torch.arange(len(src), device=src.device)  # (A,)
     words = torch.full((len(src),), BOS, device=src.device)
     with evaluating(model):
-        cache = Cache(model, *model.encode(src))
+        cache = begin(src)
         while len(alive):
             logits = forbid_specials(cache.read(words))  # (A, V)
             words = logits.argmax(-1)  # (A,)
@@ -4213,6 +4226,18 @@ NOTHING = Hypothesis(0.0, 0.0, [])  # for an empty source
 
 
 # %% [markdown]
+# The logarithm of a probability is the logit minus log Σ e^z. Only the best
+# few words of each beginning are of interest, so the sum is all we take from
+# the softmax:
+
+
+# %%
+def log_sum_exp(logits):
+    """(..., V) -> (...), sooner than torch.logsumexp on a processor."""
+    return logits.amax(-1) - logits.softmax(-1).amax(-1).log()
+
+
+# %% [markdown]
 # All sentences of a batch, and all beginnings of each, go through the
 # decoder together: A sentences times W beginnings. An empty place has the
 # score −∞. In the code, `origin` says which beginning each new one goes on
@@ -4232,15 +4257,19 @@ def continuations(scores, logits, at_limit):
     scores (A, W), logits (A·W, V), at_limit (A,): only EOS may follow.
     Returns (A, W) each: log-probabilities, beginnings continued, words.
     """
-    W = scores.size(1)
-    steps = forbid_specials(logits.log_softmax(-1))  # (A·W, V)
-    steps = steps.unflatten(0, (-1, W))  # (A, W, V)
-    only_end = torch.full_like(steps[0, 0], -math.inf)
-    only_end[EOS] = 0
-    steps[at_limit] += only_end
-    sums = (scores[..., None] + steps).flatten(1)  # (A, W·V)
-    best, index = sums.topk(W)  # (A, W), the best first
-    return best, index // steps.size(-1), index % steps.size(-1)
+    W = min(scores.size(1), logits.size(1))
+    total = log_sum_exp(logits)  # (A·W,)
+    logits = forbid_specials(logits)
+    if at_limit.any():
+        only_end = torch.full_like(logits[0], -math.inf)
+        only_end[EOS] = 0
+        logits.unflatten(0, scores.shape)[at_limit] += only_end
+    steps, words = logits.topk(W)  # (A·W, W), of each beginning
+    sums = (scores.flatten() - total)[:, None] + steps
+    sums = sums.view(len(scores), -1)  # (A, W·W), of each sentence
+    best, index = sums.topk(scores.size(1))  # (A, W), the best first
+    words = words.view(len(scores), -1).gather(1, index)
+    return best, index // W, words
 
 
 # %% [markdown]
@@ -4250,14 +4279,17 @@ def continuations(scores, logits, at_limit):
 
 # %%
 def beam_search(
-    model, src, width=4, alpha=0.6, extra=50, first=True, watch=None
-):
+    model, src, width=4, alpha=0.6, extra=50, first=True, watch=None,
+    begin=None,
+):  # fmt: skip
     """Translate (B, S) source ids; for each, Hypotheses, best first.
 
     `first`: stop as soon as the best is certain; the others may then be
     fewer than `width`, or not the next best. `watch` is called at each
-    step with what happened, for the picture below.
+    step with what happened, for the picture below. `begin(src, width)`
+    makes the cache, if it is to be another than `Cache`.
     """
+    begin = begin or partial(Cache.begin, model)
     limits = (src != PAD).sum(-1) + extra  # (B,) words
     ended = [[] for _ in src]
     alive = torch.arange(len(src), device=src.device)  # (A,)
@@ -4267,7 +4299,7 @@ def beam_search(
     words = torch.full((len(src) * width,), BOS, device=src.device)
     places = torch.arange(width, device=src.device)  # (W,)
     with evaluating(model):
-        cache = Cache(model, *model.encode(src), width)
+        cache = begin(src, width)
         while len(alive):
             logits = cache.read(words)
             at_limit = cache.length > limits[alive]
