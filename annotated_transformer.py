@@ -2745,6 +2745,274 @@ def batching_changes_no_translation():
 
 
 # %% [markdown]
+# ## Making it fast
+#
+# What stands above is the model as one would explain it. This chapter makes it
+# fast, on the machine at hand, without changing what it computes. Nothing
+# in the later chapters depends on how; you may go on to *A first example*.
+
+# %% [markdown]
+# ### Writing, sooner
+#
+# To write sixteen words, the decoder's matrices are used sixteen times, each
+# time by few rows. What can be prepared once should be. Five things make the
+# `Writer` below faster than `Cache`; none changes what is computed.
+#
+# * **Weights laid out once.** Before a library multiplies, it copies the
+#   weights into the order in which the processor reads them best. Beside a
+#   thousand rows that costs nothing; beside 64 it is a good part of the work.
+#   oneDNN, which PyTorch brings along, can keep the copy.
+# * **Products joined.** Queries, keys and values of a layer are one product;
+#   so are the keys and values that all layers take from the memory.
+# * **Room ahead.** The kept keys have more room than is filled. A new one is
+#   written into its place, and nothing else moves.
+# * **No sorting.** When a beam is sorted anew, its keys stay where they are.
+#   A small mask says which of a sentence's kept places belong to which
+#   beginning, its *ancestors*, and only this mask is sorted.
+# * **One beginning.** At the first step all places of a beam hold `<s>`: it
+#   is read once.
+
+
+# %%
+class Product:
+    """x Wᵀ + b with the weights laid out once: for use, not for training."""
+
+    def __init__(self, weights, bias=None, relu=False, kind=None):
+        """`weights`: matrices (O, I) of one input, joined; `kind`: a dtype."""
+        joined = torch.cat([w.detach() for w in weights])
+        self.kind, self.relu = kind or joined.dtype, relu
+        self.weight = joined.to(self.kind)
+        self.bias = None if bias is None else bias.detach().to(self.kind)
+        self.packed = None
+        if joined.device.type == "cpu" and joined.dtype == torch.float:
+            with contextlib.suppress(AttributeError, RuntimeError):
+                reorder = torch.ops.mkldnn._reorder_linear_weight
+                self.packed = reorder(self.weight, None)
+
+    def __call__(self, x):
+        """(R, I) -> (R, O), of the type of x"""
+        y = x.to(self.kind)
+        if self.packed is not None:
+            then = "relu" if self.relu else "none"
+            multiply = torch.ops.mkldnn._linear_pointwise
+            y = multiply(y, self.packed, self.bias, then, [], "")
+        else:  # another device, or a PyTorch without oneDNN
+            y = F.linear(y, self.weight, self.bias)
+            y = y.relu_() if self.relu else y
+        return y.to(x.dtype)
+
+
+# %% [markdown]
+# The matrices of a layer in this form. "Add & Norm" stays what it is.
+
+
+# %%
+class LaidOut:
+    """A layer of either stack, its weights laid out once."""
+
+    def __init__(self, layer, kind):
+        product = partial(Product, kind=kind)
+        heads, think = layer.self_attention, layer.feed_forward
+        three = heads.W_Q, heads.W_K, heads.W_V
+        self.QKV = product([matrix.weight for matrix in three])
+        self.O = product([heads.W_O.weight])
+        self.W_1 = product([think.W_1.weight], think.W_1.bias, relu=True)
+        self.W_2 = product([think.W_2.weight], think.W_2.bias)
+        if hasattr(layer, "cross_attention"):
+            self.Q = product([layer.cross_attention.W_Q.weight])
+            self.across_O = product([layer.cross_attention.W_O.weight])
+        self.residuals = layer.residuals
+
+    def feed_forward(self, x):
+        """(R, D) -> (R, D)"""
+        return self.W_2(self.W_1(x))
+
+
+# %% [markdown]
+# Products need not know which row belongs to which sentence, so sentences
+# and places lie in one dimension of R rows. Only attention takes them
+# apart, and puts the heads together again:
+
+
+# %%
+def take_apart(x, parts, rows, h):
+    """(rows · n, parts · D) -> parts times (rows, H, n, K)"""
+    return x.view(rows, -1, parts, h, x.size(1) // parts // h).permute(
+        2, 0, 3, 1, 4
+    )
+
+
+def joined_attention(Q, K, V, mask=None):
+    """Attention, its heads side by side: (A, H, n, K) … -> (A · n, D)"""
+    heads = F.scaled_dot_product_attention(Q, K, V, attn_mask=mask)
+    return heads.transpose(1, 2).flatten(0, 1).flatten(1)
+
+
+# %% [markdown]
+# The `Writer` is made once for a model and serves many batches. It encodes,
+# and begins a cache:
+
+
+# %%
+class Writer:
+    """A model's weights laid out for writing; made anew when they change."""
+
+    def __init__(self, model, kind=None):
+        """`kind`: dtype of the products' factors; None: the weights' own."""
+        self.model, self.h = model, model.config.h
+        self.encoder, self.decoder = (
+            [LaidOut(layer, kind) for layer in stack.layers]
+            for stack in (model.encoder, model.decoder)
+        )
+        across = [layer.cross_attention for layer in model.decoder.layers]
+        pairs = [[heads.W_K.weight, heads.W_V.weight] for heads in across]
+        self.KV = Product(sum(pairs, []), kind=kind)
+        self.logits = Product([model.tgt_embedding.weight], kind=kind)
+
+    def encode(self, src):
+        """(B, S) source ids -> the memory (B · S, D) and its mask"""
+        mask, rows = padding_mask(src), len(src)
+        x = self.model.position(self.model.src_embedding(src)).flatten(0, 1)
+        for layer in self.encoder:
+            x = self.read_layer(layer, x, None if mask.all() else mask, rows)
+        return self.model.encoder.norm(x), mask
+
+    def read_layer(self, layer, x, mask, rows):
+        """A layer of the encoder: (R, D) -> (R, D)"""
+
+        def look(y):
+            Q, K, V = take_apart(layer.QKV(y), 3, rows, self.h)
+            return layer.O(joined_attention(Q, K, V, mask))
+
+        one, two = layer.residuals
+        return two(one(x, look), layer.feed_forward)
+
+    def begin(self, src, width=1):
+        """A cache for (A, S) source ids, of which nothing is written yet."""
+        return WritersCache(self, *self.encode(src), width)
+
+
+# %% [markdown]
+# And the cache itself. Each step fills W *slots* of each sentence, one for
+# each beginning (the first step fills one). A beginning may look at the slots
+# of its ancestors.
+
+
+# %%
+class WritersCache:
+    """`Cache`, for a `Writer`: the same words, sooner."""
+
+    def __init__(self, writer, memory, mask, width):
+        self.writer, self.width = writer, width
+        self.length = self.filled = 0  # places read, slots filled
+        A, N = len(mask), len(writer.decoder)
+        KV = take_apart(writer.KV(memory), 2 * N, A, writer.h)
+        self.source = KV.contiguous()  # (2N, A, H, S, K)
+        self.mask = None if mask.all() else mask
+        room = 1 + 31 * width
+        self.own = self.source.new_empty(*KV.shape[:3], room, KV.size(-1))
+        self.ancestors = torch.zeros(
+            A, width, room, dtype=torch.bool, device=mask.device
+        )
+
+    def make_room(self, slots):
+        """Let there be room for so many slots: at least twice as many."""
+        if slots > self.ancestors.size(-1):
+            self.own = torch.cat([self.own, torch.empty_like(self.own)], 3)
+            new = torch.zeros_like(self.ancestors)
+            self.ancestors = torch.cat([self.ancestors, new], 2)
+
+    def read(self, words):
+        """The next word of each text (A·W,) -> logits (A·W, V)"""
+        words = words.view(-1, self.width)
+        alike = not self.length and words.equal(words[:, :1].expand_as(words))
+        words = words[:, :1] if alike else words
+        W = words.size(1)
+        self.make_room(self.filled + W)
+        self.new = slice(self.filled, self.filled + W)
+        self.filled += W
+        eye = torch.eye(self.width, W, dtype=torch.bool, device=words.device)
+        self.ancestors[..., self.new] = True if alike else eye
+        model = self.writer.model
+        y = model.position(model.tgt_embedding(words.view(-1, 1)), self.length)
+        y = y.flatten(0, 1)  # (A·W, D)
+        for i, layer in enumerate(self.writer.decoder):
+            back, across, think = layer.residuals
+            y = back(y, partial(self.look_back, i, layer))
+            y = across(y, partial(self.consult, i, layer))
+            y = think(y, layer.feed_forward)
+        self.length += 1
+        logits = self.writer.logits(model.decoder.norm(y))
+        return logits.repeat_interleave(self.width // W, 0)
+
+    def look_back(self, i, layer, y):
+        """Self-attention of layer i: the new places join what is kept."""
+        A, end = len(self.ancestors), self.filled
+        Q, K, V = take_apart(layer.QKV(y), 3, A, self.writer.h)
+        keys, values = self.own[2 * i], self.own[2 * i + 1]
+        keys[:, :, self.new], values[:, :, self.new] = K, V
+        mask = None
+        if self.width > 1:
+            mask = self.ancestors[:, None, : Q.size(2), :end]
+        return layer.O(
+            joined_attention(Q, keys[:, :, :end], values[:, :, :end], mask)
+        )
+
+    def consult(self, i, layer, y):
+        """Cross-attention of layer i; texts of one source side by side."""
+        [Q] = take_apart(layer.Q(y), 1, len(self.ancestors), self.writer.h)
+        K, V = self.source[2 * i : 2 * i + 2]
+        return layer.across_O(joined_attention(Q, K, V, self.mask))
+
+    def keep(self, texts, sources=None):
+        """Keep these texts, in this order, and these sources (indices)."""
+        rows = self.ancestors.flatten(0, 1)[texts]
+        self.ancestors = rows.view(-1, self.width, rows.size(-1))
+        if sources is not None:
+            if sources.dtype == torch.bool:
+                [sources] = sources.nonzero(as_tuple=True)
+            filled, kept = (
+                self.own[..., : self.filled, :],
+                list(self.own.shape),
+            )
+            kept[1] = len(sources)
+            self.own = self.own.new_empty(kept)
+            self.own[..., : self.filled, :] = filled.index_select(1, sources)
+            self.source = self.source.index_select(1, sources)
+            self.mask = None if self.mask is None else self.mask[sources]
+
+
+# %% [markdown]
+# The same logits as the plain cache, at every step, with texts that leave and
+# beams that are sorted; and so the same words:
+
+
+# %%
+@check
+def writer_changes_nothing():
+    """A Writer's logits are those of the plain cache; so are its words."""
+    for norm_first in (False, True):
+        model = tiny_model(norm_first=norm_first).eval()
+        src = pad([digits("71920"), digits("44"), digits("123456789")])
+        writer = Writer(model)
+        with torch.no_grad():
+            caches = Cache.begin(model, src, 2), writer.begin(src, 2)
+            words = torch.full((6,), BOS)
+            for _ in range(40):
+                plain, fast = (cache.read(words) for cache in caches)
+                torch.testing.assert_close(fast, plain, rtol=1e-4, atol=1e-4)
+                order = torch.tensor([1, 1, 2, 3, 5, 4])  # beams, sorted
+                for cache in caches:
+                    cache.keep(order)
+                words = torch.randint(4, 14, (6,))
+            for cache in caches:
+                cache.keep(torch.tensor([0, 1, 5, 4]), torch.tensor([0, 2]))
+            plain, fast = (cache.read(words[:4]) for cache in caches)
+            torch.testing.assert_close(fast, plain, rtol=1e-4, atol=1e-4)
+        assert greedy(model, src, 9, writer.begin) == greedy(model, src, 9)
+
+
+# %% [markdown]
 # ## A first example: copying
 #
 # Now it all comes together. The training set is 40,000 random sequences of
@@ -2771,7 +3039,8 @@ def copy_sets(seed=0, train=40_000, val=1000, test=1000):
 def exact_matches(model, pairs):
     """How many of the pairs greedy decoding gets exactly right."""
     device = next(model.parameters()).device
-    outputs = greedy(model, pad([src for src, _ in pairs]).to(device), 5)
+    src = pad([src for src, _ in pairs]).to(device)
+    outputs = greedy(model, src, 5, Writer(model).begin)
     return sum(o == tgt[1:-1] for o, (_, tgt) in zip(outputs, pairs))
 
 
@@ -3805,6 +4074,8 @@ class Coder:
 class Translator(Coder):
     """A model, its vocabularies and languages: text in, text out."""
 
+    kind = None  # of the factors in products; None: the weights' own
+
     def __init__(self, model, vocabularies, languages, both=False):
         super().__init__(vocabularies, languages, both)
         self.model = model
@@ -3815,10 +4086,11 @@ class Translator(Coder):
         return Translator(self.model, vocabs, (self.tgt, self.src), self.both)
 
     def search(self, sentences, decode, max_tokens=4096):
-        """Call decode(model, src) on batches of lists of source tokens.
+        """Call decode(model, src, begin=…) on batches of source tokens.
 
         Returns what it gives for each sentence; None for an empty one.
         """
+        begin = Writer(self.model, self.kind).begin
         device = next(self.model.parameters()).device
         sources = [self.src_vocab.encode(words) for words in sentences]
         empty = int(self.both)  # the tag alone
@@ -3829,7 +4101,7 @@ class Translator(Coder):
         for group in token_batches(lengths, max_tokens, fixed):
             rows = [full[i] for i in group]
             src = pad([sources[i] for i in rows]).to(device)
-            for i, output in zip(rows, decode(self.model, src)):
+            for i, output in zip(rows, decode(self.model, src, begin=begin)):
                 results[i] = output
         return results
 

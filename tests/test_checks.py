@@ -242,6 +242,31 @@ SLIPS = {
         "state = y[:, 0]",
         "cache_changes_nothing",
     ),
+    "every beginning everyone's ancestor": (
+        "self.ancestors[..., self.new] = True if alike else eye",
+        "self.ancestors[..., self.new] = True",
+        "writer_changes_nothing",
+    ),
+    "ancestors not sorted with the beam": (
+        "rows = self.ancestors.flatten(0, 1)[texts]",
+        "rows = self.ancestors.flatten(0, 1)[: len(texts)]",
+        "writer_changes_nothing",
+    ),
+    "products joined in the wrong order": (
+        "three = heads.W_Q, heads.W_K, heads.W_V",
+        "three = heads.W_K, heads.W_Q, heads.W_V",
+        "writer_changes_nothing",
+    ),
+    "no ReLU in the laid-out network": (
+        'then = "relu" if self.relu else "none"',
+        'then = "none"',
+        "writer_changes_nothing",
+    ),
+    "a source's keys left behind": (
+        "self.source = self.source.index_select(1, sources)",
+        "self.source = self.source[:, : len(sources)]",
+        "writer_changes_nothing",
+    ),
     "a divergence in one direction": (
         "((first.exp() - second.exp()) * (first - second))",
         "(first.exp() * (first - second))",
