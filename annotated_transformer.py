@@ -2301,10 +2301,21 @@ def loss_and_gradients(states, labels, weight, tokens, smoothing, rows=256):
 
 # %% [markdown]
 # `backward` runs the model up to the states, takes the loss and its gradient
-# from above, and lets autograd go on from there:
+# from above, and lets autograd go on from there. The matrix of words gets a
+# gradient twice, from the logits here and as an embedding from autograd,
+# which comes last and so leaves the gradients whole. (With several processes
+# this order matters: then autograd also sends each gradient off.)
 
 
 # %%
+def add_gradient(weight, gradient):
+    """Add a gradient that was not made by autograd to weight.grad."""
+    if weight.grad is None:
+        weight.grad = gradient.to(weight.dtype)
+    else:
+        weight.grad += gradient
+
+
 def backward(model, batch, tokens, smoothing, rows=256, half=False):
     """Add the gradient of (summed loss / tokens); return the summed loss.
 
@@ -2319,8 +2330,8 @@ def backward(model, batch, tokens, smoothing, rows=256, half=False):
         states.detach().to(kind), batch.labels[real],
         weight.detach().to(kind), tokens, smoothing, rows,
     )  # fmt: skip
+    add_gradient(weight, at_weight)
     states.backward(at_states.to(states.dtype))
-    weight.grad += at_weight  # beside what the embedding got
     return total
 
 
@@ -5438,11 +5449,13 @@ def backward_r_drop(model, batch, tokens, smoothing, alpha=5.0, rows=256):
     real = twice.labels != PAD  # (2B, T)
     states = model.states(twice.src, twice.read)[real]  # (2R, D)
     leaf = states.detach().requires_grad_()
+    weight = model.tgt_embedding.weight
+    matrix = weight.detach().requires_grad_()  # (V, D)
     labels = batch.labels[batch.labels != PAD]  # (R,)
     total = torch.zeros((), device=states.device)
     for *pair, y in zip(*(x.split(rows) for x in leaf.chunk(2)),
                         labels.split(rows)):  # fmt: skip
-        logs = [model.tgt_embedding.logits(x).log_softmax(-1) for x in pair]
+        logs = [(x @ matrix.T).log_softmax(-1) for x in pair]  # (rows, V)
         losses = [
             F.cross_entropy(log, y, label_smoothing=smoothing, reduction="sum")
             for log in logs
@@ -5451,6 +5464,7 @@ def backward_r_drop(model, batch, tokens, smoothing, alpha=5.0, rows=256):
         price = alpha / 4 * disagreement(*logs)
         ((loss + price) / tokens).backward()
         total += loss.detach()
+    add_gradient(weight, matrix.grad)
     states.backward(leaf.grad)
     return total
 
@@ -6004,13 +6018,16 @@ class Run:
         return self.translator.model
 
     def save(self, folder):
-        """Write checkpoint.pt."""
+        """Write checkpoint.pt; of several processes, all must call this."""
         device = next(self.model.parameters()).device
+        states = everyone(random_state(device))  # each draws its own dropout
+        if not first():
+            return
         state = {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "moving": self.moving.weights if self.moving else [],
-            "random": random_state(device),
+            "random": torch.stack(states),
             "description": json.dumps(self.description),
             "numbers": [self.step, self.seconds, self.best],
         }
@@ -6018,7 +6035,10 @@ class Run:
         write_whole(folder / "checkpoint.pt", lambda p: torch.save(state, p))
 
     def load(self, folder):
-        """Go on from checkpoint.pt; InputError if it is another run's."""
+        """Go on from checkpoint.pt; InputError if it is another run's.
+
+        Returns the number of processes that the run had.
+        """
         device = next(self.model.parameters()).device
         state = load_tensors(folder / "checkpoint.pt", device)
         try:
@@ -6027,8 +6047,13 @@ class Run:
             self.optimizer.load_state_dict(state["optimizer"])
             if self.moving:
                 self.moving.weights = list(state["moving"])
-            set_random_state(state["random"], device)
             self.step, self.seconds, self.best = state["numbers"]
+            states = torch.atleast_2d(state["random"])
+            (rank, number), seed = place(), self.description["recipe"]["seed"]
+            if len(states) == number:
+                set_random_state(states[rank], device)
+            else:
+                torch.manual_seed(own_seed(f"{seed} {self.step}", rank))
         except (RuntimeError, LookupError, TypeError, ValueError) as error:
             if isinstance(error, InputError):
                 raise
@@ -6037,6 +6062,12 @@ class Run:
                 "on another kind of --device; restore it, or train again "
                 "with another --out"
             ) from None
+        if len(set(everyone(self.step))) > 1:
+            raise InputError(
+                f"{folder}: the processes read different checkpoints; all "
+                "machines must see the same folder"
+            )
+        return len(states)
 
 
 # %% [markdown]
@@ -6069,8 +6100,10 @@ class Log:
 
     def __init__(self, folder, step, tensorboard=False):
         """Go on after update `step`; what was logged later is dropped."""
-        folder.mkdir(parents=True, exist_ok=True)
         self.path, self.board = folder / "log.jsonl", None
+        if not first():
+            return
+        folder.mkdir(parents=True, exist_ok=True)
         kept = [line for line in read_log(folder) if line["step"] <= step]
         text = "".join(json.dumps(line) + "\n" for line in kept)
         write_whole(self.path, lambda p: p.write_text(text, encoding="utf-8"))
@@ -6080,6 +6113,8 @@ class Log:
             self.board = SummaryWriter(folder, purge_step=step + 1)
 
     def write(self, step, **values):
+        if not first():
+            return
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **values}) + "\n")
         for name, value in values.items() if self.board else ():
@@ -6122,16 +6157,19 @@ def read_log(folder):
 def validate(run, val, folder, log, say, averaged=0):
     """Translate the validation set; keep the weights if none were better."""
     val = val[:1000]
+    sources, references = [x for x, _ in val], [y for _, y in val]
     moving = run.moving.inside(run.model) if run.moving else None
     with moving or contextlib.nullcontext():
-        outputs = run.translator.translate([x for x, _ in val])
-        score = bleu(outputs, [y for _, y in val]).score
+        outputs = shared(run.translator.translate, sources)
+        score = bleu(outputs, references).score
         if run.translator.both:  # the mean of both directions decides
-            back = run.translator.reversed().translate([y for _, y in val])
-            score = (score + bleu(back, [x for x, _ in val]).score) / 2
+            back = shared(run.translator.reversed().translate, references)
+            score = (score + bleu(back, sources).score) / 2
+        better, run.best = score >= run.best, max(score, run.best)
+        if not first():
+            return outputs
         loss = math.log(perplexity(run.model, encode_all(run.translator, val)))
-        if score >= run.best:
-            run.best = score
+        if better:
             facts = {**run.description, "step": run.step, "val_bleu": score}
             save_translator(run.translator, folder, **facts)
     what = f"update {run.step:,}"
@@ -6178,10 +6216,16 @@ def train_translator(run, train, val, recipe, folder, options):
     checkpoints), `tensorboard`, and `say` (prints a line).
     """
     device, say = options["device"], options["say"]
+    rank, number = place()
     if options["resume"]:
-        run.load(folder)
+        before = run.load(folder)
         say(f"resuming after update {run.step:,}")
+        if before != number:
+            say(f"note: the run had {before} processes, now {number}: the "
+                "same batches, other random numbers for dropout")  # fmt: skip
     else:
+        if rank:  # the first goes on from where the model was made
+            torch.manual_seed(own_seed(recipe.seed, rank))
         run.save(folder)  # from here on, it can be resumed
     log = Log(folder, run.step, options["tensorboard"])
     skip, pace = run.step * recipe.accumulate, []
@@ -6194,11 +6238,13 @@ def train_translator(run, train, val, recipe, folder, options):
         gradient = partial(backward_r_drop, alpha=recipe.r_drop)
     if recipe.half:
         halve_products(run.model)
+    if number > 1:
+        gradient = SharedGradient(run.model, gradient, recipe.accumulate)
     updates = training(
         run.model, batches, recipe, run.optimizer, run.step, gradient
     )
     losses = []
-    for update in progress(updates, recipe, run.step):
+    for update in progress(updates, recipe, run.step) if first() else updates:
         if run.moving:
             run.moving.update(run.model, update.step)
         run.step, run.seconds = update.step, run.seconds + update.seconds
@@ -6248,6 +6294,8 @@ def show(outputs, val, say):
 # %% tags=["plumbing"]
 def keep_snapshot(run, folder, number):
     """Write the weights of this update; remove all but the last few."""
+    if not first():
+        return
     path = folder / f"weights-{run.step:06}.pt"
     state = run.model.state_dict()
     write_whole(path, lambda p: torch.save(state, p))
@@ -6264,7 +6312,8 @@ def keep_snapshot(run, folder, number):
 # %% tags=["plumbing"]
 def validate_average(run, val, folder, log, options):
     """Validate the mean of the last snapshots; keep it if it is best."""
-    there = sorted(folder.glob("weights-*.pt"))[-options["average"] :]
+    found = from_first(lambda: sorted(folder.glob("weights-*.pt")))
+    there = found[-options["average"] :]
     if options["average"] < 2 or len(there) < 2:
         return
     device = options["device"]
@@ -6275,6 +6324,360 @@ def validate_average(run, val, folder, log, options):
     validate(run, val, folder, log, options["say"], len(there))
     run.model.load_state_dict(now)
     run.moving = moving
+
+
+# %% [markdown]
+# ### Several processes
+#
+# A machine with eight GPUs runs eight *processes*, one for each. Each holds
+# the whole model. They share the sentences of a batch, each computes the
+# gradient of its own, and before every update the gradients are added up, so
+# that all make the same step and stay equal. PyTorch calls this
+# *DistributedDataParallel*, and `torchrun` starts the processes:
+#
+# `torchrun --nproc-per-node=8 annotated_transformer.py train --corpus … `
+#
+# It works without a GPU as well: two processes of one thread each, on a
+# laptop. Every process numbers the others from 0; its own number is called
+# its *rank*. Rank 0 is the first: it alone writes files and speaks.
+
+# %% tags=["plumbing"]
+import torch.distributed as dist
+
+
+def place():
+    """(rank, number of processes); (0, 1) for a process on its own."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+def first():
+    """Whether this is the process that writes and speaks."""
+    return place()[0] == 0
+
+
+# %% [markdown]
+# **What is the same.** Every process draws the same batches in the same order
+# and takes every K-th sentence of each. A batch is sorted by length, so the
+# shares have nearly as much work. The update is then the same update,
+# however many processes there are, up to rounding and to dropout, for which
+# each process draws random numbers of its own. If a batch has fewer sentences
+# than there are processes, some have nothing to do. But everyone must take
+# part in the sum, so they take one sentence without its labels, whose
+# gradient is zero.
+
+
+# %%
+def share(batch, rank, number):
+    """Every `number`-th pair of a batch; one without labels if none is."""
+    if rank < len(batch.src):
+        return Batch(batch.src[rank::number], batch.tgt[rank::number])
+    tgt = batch.tgt[:1].clone()
+    tgt[:, 1:] = PAD
+    return Batch(batch.src[:1], tgt)
+
+
+# %% [markdown]
+# **What the mean gets wrong.** The loss is one *per token*, and shares of as
+# many sentences differ in tokens. Say one process has 30 tokens with a loss
+# of 2 each, and the other has 10 with 4 each. The mean over all tokens is
+# (30 · 2 + 10 · 4) / 40 = 2.5. If each takes its own mean and the two are
+# averaged, as is often done, it is (2 + 4) / 2 = 3: the ten tokens of the
+# second process count three times as much as those of the first. The same
+# happens to the gradients. It is the slip of accumulation once more, and so
+# is the cure: each divides by the tokens of *all*, and then we add. Since all
+# know the whole batch, nobody has to ask how many those are.
+
+
+# %%
+@check
+def shares_add_up_to_the_whole():
+    """Gradients of the shares, added, are the whole's; the mean is not."""
+    model = tiny_model().double()
+    rows = [torch.randint(4, 14, (n,)).tolist() for n in (9, 2, 7, 1, 8)]
+    batch = Batch(
+        pad([[*row, EOS] for row in rows]),
+        pad([[BOS, *row, EOS] for row in rows]),
+    )
+    shares = [share(batch, rank, 3) for rank in range(3)]
+    assert sum(part.count() for part in shares) == batch.count()
+
+    def gradient(parts, counts):
+        model.zero_grad()
+        for part, tokens in zip(parts, counts):
+            backward(model, part, tokens, 0.1)
+        return torch.cat([w.grad.flatten() for w in model.parameters()])
+
+    whole = gradient([batch], [batch.count()])
+    added = gradient(shares, [batch.count()] * 3)
+    torch.testing.assert_close(added, whole)
+    own_means = gradient(shares, [3 * part.count() for part in shares])
+    assert (own_means - whole).norm() > 0.01 * whole.norm()
+    nobody = gradient([share(batch, 6, 7)], [1])  # six pairs too few
+    assert nobody.eq(0).all()
+
+
+# %% [markdown]
+# PyTorch's class watches a module's call, and when autograd has finished a
+# gradient, sends it off while the others are still being computed. In our
+# loss, autograd begins at the states. So that is the call to watch:
+
+
+# %%
+class States(nn.Module):
+    """A Transformer whose call ends at the states, before the logits."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, src, tgt):  # (B, S), (B, T) -> (B, T, D)
+        return self.model.states(src, tgt)
+
+
+# %% [markdown]
+# What stands in the place of `backward`. `DistributedDataParallel` divides
+# the sum of the gradients by the number of processes. We want the sum, so
+# each divides by the tokens *over* that number. Where an update consists of
+# several parts, `no_sync` lets their gradients pile up, and only the last
+# part sends them. To `backward` this object is the model: it has all that
+# `backward` asks for.
+
+
+# %%
+class SharedGradient:
+    """`gradient` of a batch that all processes share.
+
+    `parts`: calls to an update. Each call returns the summed loss of the
+    whole batch; after the last, weights have the joint gradient.
+    """
+
+    def __init__(self, model, gradient, parts):
+        self.gradient, self.parts, self.calls = gradient, parts, 0
+        self.tgt_embedding = model.tgt_embedding
+        self.states = nn.parallel.DistributedDataParallel(
+            States(model),
+            broadcast_buffers=False,
+            gradient_as_bucket_view=True,
+        )
+
+    def __call__(self, model, batch, tokens, smoothing):
+        rank, number = place()
+        own, tokens = share(batch, rank, number), tokens / number
+        self.calls += 1
+        last = self.calls % self.parts == 0
+        with contextlib.nullcontext() if last else self.states.no_sync():
+            loss = self.gradient(self, own, tokens, smoothing)
+        dist.all_reduce(loss)  # added up
+        return loss
+
+
+# %% [markdown]
+# **What is sent.** The sum goes round in a ring. The gradient is cut into K
+# pieces. In K − 1 turns each process passes a piece on to its neighbour,
+# which adds its own; then each piece is complete somewhere, and in K − 1 more
+# turns the sums go round. So each process sends 2 (K − 1)/K times the size of
+# the gradient, never more than twice its size, however many there are.
+#
+# That gives the cost on paper. An update takes about 6 floating-point
+# operations for each weight and token (2 forward, 4 backward). The time to
+# send is the bytes over the speed of the slowest link, plus a *latency* for
+# each turn. The cell assumes, for two processes on a laptop, the tiny sizes
+# with 10,000 pieces, batches of 1,024, 80 · 10⁹ operations and 2 · 10⁹ bytes
+# a second for each core; for GPUs, 350 · 10¹² operations a second (about a
+# third of the peak of a recent one in bfloat16), the paper's vocabulary, and
+# gradients of four bytes. Within a machine a GPU has a link of 450 GB/s
+# (NVLink). Between machines the eight GPUs of each share a network of 400 or
+# 100 Gbit/s, which is 50 or 12.5 GB/s; a ring crosses each machine's link
+# once. Latencies: 20 µs on the laptop, 5 µs in the machine, 20 µs across.
+
+
+# %%
+def ring_seconds(number, weights, speed, latency):
+    """Time to add up 4-byte gradients in a ring of `number` processes."""
+    turns = 2 * (number - 1)
+    return turns * (4 * weights / number / speed + latency)
+
+
+@example
+def cost_of_adding_up():
+    with torch.device("meta"):  # sizes, without memory
+        tiny = Transformer(Config(10_000, 10_000, **PRESETS["tiny"]))
+        models = {
+            name: Transformer(Config(**PRESETS[name]))
+            for name in ("base", "big")
+        }
+    links = {"NVLink": (450e9, 5e-6), "400 Gbit": (50e9, 2e-5)}
+    links |= {"100 Gbit": (12.5e9, 2e-5), "laptop": (2e9, 2e-5)}
+    cases = [("tiny", 2, "laptop", 1024)]
+    cases += [(m, 8, "NVLink", 25_000) for m in models]
+    for link in ("400 Gbit", "100 Gbit"):
+        cases += [("base", 64, link, n) for n in (25_000, 64 * 25_000)]
+    models["tiny"] = tiny
+    print(
+        "model  processes  link      tokens     MB sent  ms: compute   add up"
+    )
+    for name, number, link, tokens in cases:
+        weights = parameter_count(models[name])
+        speed = 80e9 if link == "laptop" else 350e12
+        compute = 6 * weights * tokens / number / speed
+        send = ring_seconds(number, weights, *links[link])
+        megabytes = 2 * (number - 1) / number * 4 * weights / 1e6
+        print(f"{name:6} {number:9}  {link:8} {tokens:9,} {megabytes:9.0f}"
+              f"  {1000 * compute:11.1f} {1000 * send:8.1f}")  # fmt: skip
+
+
+# %% [markdown]
+# **What to notice.** More processes share the computing, but each sends as
+# much as before. On eight GPUs in one machine adding up costs little. On 64
+# in eight machines the paper's batch of 25,000 tokens leaves so little to
+# compute for each that they mostly wait for the network. Large clusters
+# therefore use larger batches (the rows with 1,600,000 tokens; the learning
+# rate must then be found anew), send gradients in 16 bits, or add them up
+# within each machine first. A part of the time is hidden, since the last
+# layers' gradients travel while the first layers' are still being computed.
+#
+# The rest of this section is plumbing: to meet, to agree, to end together.
+# Some decisions are made once, by the first process, and told to the others:
+
+
+# %% tags=["plumbing"]
+def everyone(value):
+    """The values of all processes, by rank; waits for all of them."""
+    number, values = place()[1], [value]
+    if number > 1:
+        values = [None] * number
+        dist.all_gather_object(values, value)
+    return values
+
+
+def from_first(function):
+    """What `function` gives in the first process, in all of them."""
+    if place()[1] == 1:
+        return function()
+    box = [function() if first() else None]
+    dist.broadcast_object_list(box)
+    return box[0]
+
+
+def shared(function, items):
+    """function(items), a list as long, each process doing its share."""
+    rank, number = place()
+    results = [None] * len(items)
+    for i, part in enumerate(everyone(function(items[rank::number]))):
+        results[i::number] = part
+    return results
+
+
+# %% [markdown]
+# What is prepared once and kept in files is prepared by the first process.
+# The others wait, and then find it done. (Of each further machine again one
+# goes first, for it may have a disk of its own.)
+
+
+# %% tags=["plumbing"]
+@contextlib.contextmanager
+def one_goes_first():
+    """The body, run by the first process before the others."""
+    turn = 2 if os.environ.get("LOCAL_RANK", "0") != "0" else 1
+    turn = 0 if first() else turn
+    for _ in range(turn):
+        everyone("wait")
+    yield
+    for _ in range(2 - turn):
+        everyone("go on")
+
+
+# %% [markdown]
+# Each process draws its own dropout. The first goes on with the random
+# numbers that made the model, so that a process on its own is as before; the
+# others get seeds that share nothing with it:
+
+
+# %% tags=["plumbing"]
+def own_seed(seed, rank):
+    """A seed of 32 bits for a process, unlike that of any other."""
+    return random.Random(f"{seed}, process {rank}").getrandbits(32)
+
+
+def own_device(name):
+    """`pick_device`; of several processes each takes a GPU of its own."""
+    if place()[1] == 1:
+        return pick_device(name)
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name not in ("cpu", "cuda"):
+        raise InputError(
+            f"--device {name}: several processes run on cpu or cuda, where "
+            "each takes the GPU of its own number"
+        )
+    if name == "cpu":
+        return pick_device(name)
+    device = pick_device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}")
+    torch.cuda.set_device(device)
+    return device
+
+
+# %% [markdown]
+# `torchrun` tells each process by environment variables who it is. They meet
+# in a *store*, a small table of keys and values that one process serves. On
+# GPUs tensors travel by NVIDIA's library NCCL, otherwise by gloo. Who waits
+# for the first process may have to wait long, while it prepares a corpus.
+
+
+# %% tags=["plumbing"]
+def join_processes():
+    """Meet the others that torchrun started; the store, None if alone."""
+    names = "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
+    told = [os.environ.get(name) for name in names]
+    if None in told or int(told[1]) == 1:
+        return None
+    from datetime import timedelta
+
+    patience = timedelta(hours=2)
+    store, rank, number = next(dist.rendezvous("env://", timeout=patience))
+    nccl = torch.cuda.is_available() and dist.is_nccl_available()
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if nccl else "gloo", timeout=patience,
+        store=dist.PrefixStore("work", store), rank=rank, world_size=number,
+    )  # fmt: skip
+    if "OMP_NUM_THREADS" not in os.environ:  # torchrun itself sets it to 1
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", number))
+        torch.set_num_threads(max(1, torch.get_num_threads() // here))
+    return store
+
+
+# %% [markdown]
+# **When one of them dies**, the others cannot go on. `torchrun` stops them
+# all and, with `--max-restarts=3`, starts them anew, up to three times. A
+# process that was started anew goes on from the last checkpoint without being
+# told to. The checkpoint holds the random state of every process, so that the
+# end is the same, bit for bit, as if nothing had happened. (With another
+# number of processes a run can be resumed too. Its batches stay the same,
+# dropout does not.)
+
+
+# %% tags=["plumbing"]
+def started_anew():
+    """Whether torchrun has restarted any of the processes."""
+    count = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    return max(everyone(count)) > 0
+
+
+def lost_contact(error):
+    """Whether an error only says that another process is gone."""
+    if place()[1] == 1:
+        return False
+    return isinstance(error, dist.DistError) or "gloo" in str(error)
+
+
+def speaks_for_all(store):
+    """Whether this process is the first to fail; of others, we know why."""
+    try:
+        return store is None or store.add("failed", 1) == 1
+    except RuntimeError:  # torchrun is gone too
+        return False
 
 
 # %% [markdown]
@@ -6479,11 +6882,17 @@ RECIPES = {
 }
 
 
-def say(*words):
+def tell(*words):
     """A line for the reader, beside the output proper and the bar."""
     from tqdm import tqdm
 
     tqdm.write(" ".join(map(str, words)), file=sys.stderr)
+
+
+def say(*words):
+    """`tell`, but of several processes only the first does."""
+    if first():
+        tell(*words)
 
 
 def announce(device, expected=""):
@@ -6492,7 +6901,9 @@ def announce(device, expected=""):
         name = torch.cuda.get_device_name(device)
     else:
         name = f"{torch.get_num_threads()} threads"
-    say(f"device: {device} ({name}){expected}")
+    number = place()[1]
+    each = f", each of {number} processes" if number > 1 else ""
+    say(f"device: {device} ({name}){each}{expected}")
 
 
 # %% [markdown]
@@ -6519,13 +6930,15 @@ def run_copy(args):
 
 # %% tags=["plumbing"]
 def run_train(args):
-    device, folder = pick_device(args.device), Path(args.out)
+    device, folder = own_device(args.device), Path(args.out)
     for name in ("save_every", "average"):
         if getattr(args, name) < 1:
             option = name.replace("_", "-")
             raise InputError(f"--{option} must be at least 1")
     if args.src == args.tgt:
         raise InputError(f"--src and --tgt are both {args.src}")
+    if started_anew():  # by torchrun: then nobody could type --resume
+        args.resume = (folder / "checkpoint.pt").exists()
     began = [folder / name for name in ("model.json", "checkpoint.pt")]
     if any(path.exists() for path in began) and not args.resume:
         raise InputError(
@@ -6542,7 +6955,8 @@ def run_train(args):
         check_tensorboard()
     recipe, sizes, pieces = settings_of(args)
     languages = args.src, args.tgt
-    train, val, text = training_pairs(args.corpus, *languages)
+    with one_goes_first():
+        train, val, text = training_pairs(args.corpus, *languages)
     say(text)
     facts = {"languages": list(languages), "preset": args.preset}
     facts |= {"corpus": str(args.corpus), "recipe": asdict(recipe)}
@@ -6635,9 +7049,10 @@ def settings_of(args):
         if getattr(args, name, None) is not None:
             settings[name] = getattr(args, name)
     if args.preset == "laptop" and args.half is None:
-        settings["half"] = half_before(args)
-    if "batch_tokens" in settings:
-        settings["max_tokens"] = min(settings["batch_tokens"], 4096)
+        settings["half"] = from_first(lambda: half_before(args))
+    if args.max_tokens is None:
+        places = settings.get("batch_tokens", Recipe.batch_tokens)
+        settings["max_tokens"] = min(places, 4096 * place()[1])
     for name in ("dropout", "attention_dropout", "norm_first"):
         if getattr(args, name) is not None:
             sizes[name] = getattr(args, name)
@@ -6917,6 +7332,7 @@ NUMBERS = (
     ("--warmup", int, "updates of rising learning rate"),
     ("--factor", float, "on the learning rate"),
     ("--batch-tokens", int, "places in an update, on the longer side"),
+    ("--max-tokens", int, "of them at once (4096 a process)"),
 )
 LEVERS = (
     ("--dropout", float, "instead of the preset's"),
@@ -7036,33 +7452,55 @@ def parser():
 
 
 # %% [markdown]
+# A command line is read and run. Of several processes all read it, and one
+# complains.
+
+
+# %% tags=["plumbing"]
+def run_command(argv):
+    """Read a command line and do what it says."""
+    shown = sys.stderr if first() else io.StringIO()
+    with contextlib.redirect_stderr(shown):
+        args = parser().parse_args(argv)
+    if place()[1] > 1 and args.run is not run_train:
+        raise InputError("torchrun is for `train`; start the others by python")
+    args.run(args)
+
+
+# %% [markdown]
 # And last, the function that ties the commands to exit statuses: 0 if all is
-# well, 2 for wrong input, 130 for Ctrl-C.
+# well, 2 for wrong input, 130 for Ctrl-C, and 1 if another process is gone.
 
 
 # %% tags=["plumbing"]
 def main(argv):
     """Run a command line; returns the exit status."""
-    args = parser().parse_args(argv)
     for stream_ in (sys.stdout, sys.stderr):
         if hasattr(stream_, "reconfigure"):
             stream_.reconfigure(encoding="utf-8")
+    store = join_processes()
     try:
-        args.run(args)
+        run_command(argv)
+        if store:
+            dist.destroy_process_group()
+        return 0
     except InputError as error:
-        say(f"error: {error}")
-        return 2
+        status, words = 2, f"error: {error}"
     except BrokenPipeError:  # the reader has stopped, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:  # a full disk, a folder that is not there
-        say(f"error: {error}")
-        return 2
+        status, words = 2, f"error: {error}"
     except KeyboardInterrupt:
         more = "; training goes on from its last checkpoint by --resume"
-        say("stopped" + (more if args.run is run_train else ""))
-        return 130
-    return 0
+        status, words = 130, "stopped" + more * (argv[:1] == ["train"])
+    except RuntimeError as error:
+        if not lost_contact(error):
+            raise
+        status, words = 1, "error: another process has ended, so all must"
+    if speaks_for_all(store):
+        tell(words)
+    return status
 
 
 # %% [markdown]
