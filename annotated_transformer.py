@@ -132,13 +132,16 @@ import io
 import itertools
 import json
 import math
+import mmap
 import os
 import random
 import re
+import tempfile
 import time
 import urllib.request
 import warnings
 import zlib
+from array import array
 from collections import Counter
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
@@ -1854,10 +1857,12 @@ def token_batches(widths, max_tokens, generator=None):
     of indices, in random order; rows x widest <= max_tokens in each,
     unless a single sentence is longer than that.
     """
-    shuffled = torch.randperm(len(widths), generator=generator).tolist()
+    widths = torch.as_tensor(widths)
+    shuffled = torch.randperm(len(widths), generator=generator)
+    order = shuffled[widths[shuffled].argsort(stable=True)]
     groups, group = [], []
-    for i in sorted(shuffled, key=widths.__getitem__):
-        if group and widths[i] * (len(group) + 1) > max_tokens:
+    for i, width in zip(order.tolist(), widths[order].tolist()):
+        if group and width * (len(group) + 1) > max_tokens:
             groups.append(group)
             group = []
         group.append(i)
@@ -1907,7 +1912,9 @@ def batches_hold_each_pair_once():
 # Training wants an endless stream of batches. One pass through all pairs is
 # an *epoch*. Its order depends on the seed and the epoch's number and on
 # nothing else, so a run that was stopped can go on with exactly the batch
-# that would have come next.
+# that would have come next. Only the pairs of the next batch are looked at,
+# so `pairs` may be a list, or something on the disk that is far larger than
+# the memory and knows its `widths` (*Four million pairs*, below).
 
 
 # %%
@@ -1920,7 +1927,10 @@ def stream(pairs, max_tokens, seed=0, device="cpu", skip=0):
     """
     for epoch in itertools.count():
         now = pairs(epoch) if callable(pairs) else pairs
-        widths = [max(len(src), len(tgt) - 1) for src, tgt in now]
+        if hasattr(now, "widths"):
+            widths = now.widths()
+        else:
+            widths = [max(len(src), len(tgt) - 1) for src, tgt in now]
         generator = torch.Generator().manual_seed(1_000_003 * seed + epoch)
         for group in token_batches(widths, max_tokens, generator):
             if skip:
@@ -4148,30 +4158,58 @@ def beam_room(beam):
 
 
 # %% [markdown]
-# A new one is made from pairs of texts, whose words or pieces it will know:
+# Its vocabularies are learned from pairs of texts. Of a very large corpus,
+# half a million pairs drawn at random are enough to choose pieces by: a
+# million lines. The draw depends on nothing but their number.
 
 
 # %%
-def untrained_translator(
-    pairs, languages, sizes, pieces=0, min_count=1, both=False
-):
-    """A new Translator for training pairs of texts.
+def some(pairs, most):
+    """`most` of the pairs, or all if they are fewer, in their order."""
+    draw, wanted = random.Random(0), most
+    for left, pair in zip(range(len(pairs), 0, -1), pairs):
+        if draw.random() * left < wanted:
+            wanted -= 1
+            yield pair
 
-    `sizes` go to Config. `pieces`: the size of a shared vocabulary; 0
+
+def learn_vocabularies(
+    pairs, languages, pieces=0, min_count=1, both=False, most=500_000
+):
+    """The vocabularies of both sides of pairs of texts.
+
+    `pieces`: the size of a shared vocabulary, learned from `most` pairs; 0
     takes whole words that occur `min_count` times. `both` needs pieces.
     """
-    sides = list(zip(*pairs))
     if pieces:
-        texts = itertools.chain.from_iterable(pairs)
+        texts = itertools.chain.from_iterable(some(pairs, most))
         tags = [f"<2{language}>" for language in languages if both]
-        vocabs = [Pieces.learn(texts, pieces, tags)] * 2
-    else:
-        vocabs = [
-            Vocabulary.build((tokenize(t, lang) for t in side), min_count)
-            for side, lang in zip(sides, languages)
-        ]
-    config = Config(*map(len, vocabs), shared=bool(pieces), **sizes)
+        return [Pieces.learn(texts, pieces, tags)] * 2
+    return [
+        Vocabulary.build((tokenize(p[i], lang) for p in pairs), min_count)
+        for i, lang in enumerate(languages)
+    ]
+
+
+# %% [markdown]
+# A new translator has these vocabularies and random weights:
+
+
+# %%
+def new_translator(vocabs, languages, sizes, both=False):
+    """A new Translator; `sizes` go to Config."""
+    shared = vocabs[0] is vocabs[1]
+    config = Config(*map(len, vocabs), shared=shared, **sizes)
     return Translator(Transformer(config), vocabs, languages, both)
+
+
+def untrained_translator(pairs, languages, sizes, both=False, **how):
+    """A new Translator for training pairs of texts.
+
+    `how` goes to `learn_vocabularies`: `pieces` or `min_count`.
+    """
+    vocabs = learn_vocabularies(pairs, languages, both=both, **how)
+    return new_translator(vocabs, languages, sizes, both)
 
 
 # %% [markdown]
@@ -5561,7 +5599,11 @@ class MovingAverage:
 # %% tags=["plumbing"]
 def sha256(path):
     """The SHA-256 digest of a file, in hexadecimal."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):  # it may exceed the memory
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def write_whole(path, write):
@@ -5740,25 +5782,39 @@ def tied_weights_stay_tied():
 
 
 # %% tags=["plumbing"]
+class Lines:
+    """The lines of a UTF-8 text file, plain or .gz, without white space at
+    their ends; read from the file each time they are asked for."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __iter__(self):
+        opener, number = gzip.open if self.path.suffix == ".gz" else open, 0
+        try:
+            with opener(self.path, "rb") as file:
+                for line in file:
+                    number += 1
+                    yield line.decode().removeprefix("\ufeff").strip()
+        except UnicodeDecodeError:
+            raise InputError(
+                f"{self.path}, line {number}: not UTF-8; convert it, e.g. "
+                "iconv -f latin1 -t utf-8"
+            ) from None
+        except (OSError, EOFError, zlib.error) as error:
+            raise InputError(f"{self.path}: cannot be read: {error}") from None
+
+    def check(self):
+        """InputError if there is nothing but white space."""
+        if not any(self):
+            raise InputError(f"{self.path}: the file is empty")
+
+
 def read_lines(path):
-    """The lines of a UTF-8 text file, plain or .gz, without white space
-    at their ends."""
-    opener = gzip.open if path.suffix == ".gz" else open
-    lines = []
-    try:
-        with opener(path, "rb") as file:
-            for line in file:
-                lines.append(line.decode("utf-8-sig").strip())
-    except UnicodeDecodeError:
-        raise InputError(
-            f"{path}, line {len(lines) + 1}: not UTF-8; convert it, e.g. "
-            "iconv -f latin1 -t utf-8"
-        ) from None
-    except (OSError, EOFError, zlib.error) as error:
-        raise InputError(f"{path}: cannot be read: {error}") from None
-    if not any(lines):
-        raise InputError(f"{path}: the file is empty")
-    return lines
+    """The lines of a text file as a list; InputError if it is empty."""
+    lines = Lines(path)
+    lines.check()
+    return list(lines)
 
 
 # %% [markdown]
@@ -5775,8 +5831,8 @@ def find_part(folder, part, language):
     return None
 
 
-def read_pairs(folder, part, src, tgt):
-    """The (source, target) lines of a part of a corpus folder."""
+def part_sides(folder, part, src, tgt):
+    """The Lines of the two files of a part of a corpus folder."""
     sides = []
     for language in (src, tgt):
         path = find_part(folder, part, language)
@@ -5786,14 +5842,35 @@ def read_pairs(folder, part, src, tgt):
                 f"{folder}: no {part}.{language} or {part}.{language}.gz; "
                 f"there is: {there or 'nothing'}"
             )
-        sides.append(read_lines(path))
-    if len(sides[0]) != len(sides[1]):
-        counts = " and ".join(f"{len(side):,}" for side in sides)
-        raise InputError(
-            f"{folder}: {part}.{src} and {part}.{tgt} have {counts} lines; "
-            "line n of one must translate line n of the other"
-        )
-    return list(zip(*sides))
+        sides.append(Lines(path))
+    return sides
+
+
+# %% [markdown]
+# Two files side by side, as pairs. They are read line by line, for they may
+# be larger than the memory:
+
+
+# %% tags=["plumbing"]
+def in_step(sides):
+    """Yield the pairs of two lots of lines; InputError at unequal ends."""
+    for pair in itertools.zip_longest(*sides):
+        if None in pair:
+            names = " and ".join(side.path.name for side in sides)
+            counts = " and ".join(f"{sum(1 for _ in s):,}" for s in sides)
+            raise InputError(
+                f"{sides[0].path.parent}: {names} have {counts} lines; "
+                "line n of one must translate line n of the other"
+            )
+        yield pair
+
+
+def read_pairs(folder, part, src, tgt):
+    """The (source, target) lines of a part of a corpus folder."""
+    sides = part_sides(folder, part, src, tgt)
+    for side in sides:
+        side.check()
+    return list(in_step(sides))
 
 
 # %% [markdown]
@@ -5892,15 +5969,8 @@ def fetch(name, folder, hosts=MULTI30K_HOSTS):
 
 
 # %% tags=["plumbing"]
-def corpus_part(corpus, part, src, tgt):
-    """(source, target) lines of a part of "toy", "multi30k" or a folder."""
-    if corpus == "toy":
-        if {src, tgt} != {"de", "en"} or part not in toy_corpus():
-            raise InputError(
-                "the toy corpus has German (de) and English (en), in the "
-                f"parts train, val and test, not {part} of {src}-{tgt}"
-            )
-        return [(getattr(p, src), getattr(p, tgt)) for p in toy_corpus()[part]]
+def corpus_folder(corpus, part, src, tgt):
+    """The folder of a corpus; of Multi30k, with this part's files in it."""
     folder = Path(corpus)
     if corpus == "multi30k":
         folder = Path("data", "multi30k")
@@ -5916,53 +5986,385 @@ def corpus_part(corpus, part, src, tgt):
             f"{corpus}: no such folder; --corpus takes toy, multi30k, or a "
             f"folder with train.{src}, train.{tgt}, val.{src}, val.{tgt}"
         )
+    return folder
+
+
+def corpus_part(corpus, part, src, tgt):
+    """(source, target) lines of a part of "toy", "multi30k" or a folder."""
+    if corpus == "toy":
+        if {src, tgt} != {"de", "en"} or part not in toy_corpus():
+            raise InputError(
+                "the toy corpus has German (de) and English (en), in the "
+                f"parts train, val and test, not {part} of {src}-{tgt}"
+            )
+        return [(getattr(p, src), getattr(p, tgt)) for p in toy_corpus()[part]]
+    folder = corpus_folder(corpus, part, src, tgt)
     return read_pairs(folder, part, src, tgt)
 
 
 # %% [markdown]
-# Pairs with an empty side teach nothing, and very long ones would need
-# much memory, so both are left out of training, counted, and reported.
-# Nothing is ever left out of a test set: that would change the score.
+# Validation and test sets are small, and become lists. A training set may
+# be of any size, so it is read anew each time it is needed. Pairs with an
+# empty side teach nothing; they are left out of training, counted, and
+# reported. Nothing is ever left out of a test set: that would change the
+# score.
 
 
 # %% tags=["plumbing"]
-def training_pairs(corpus, src, tgt):
-    """The train and val pairs of texts, and a report of both."""
-    train = corpus_part(corpus, "train", src, tgt)
+class Texts:
+    """The training pairs of texts of a corpus, read from its files each time.
+
+    `sides`: the Lines of either language, or lists. Every 50th of the first
+    `held` lines is for validation and not among them.
+    """
+
+    def __init__(self, corpus, sides, held=0):
+        self.corpus, self.sides, self.held = corpus, sides, held
+        self.expected = None  # digests, if they are not to change
+
+    def __iter__(self):
+        if self.expected and self.digests() != self.expected:
+            raise InputError(f"{self.corpus}: changed while training on it")
+        self.lines = 0
+        for pair in in_step(self.sides):
+            held = self.lines < self.held and self.lines % 50 == 0
+            self.lines += 1
+            if all(pair) and not held:
+                yield pair
+
+    def __len__(self):
+        return self.facts["pairs"]
+
+    @functools.cached_property
+    def facts(self):
+        """Their number, how many were left out, a digest: all read once."""
+        digest, kept = hashlib.sha256(b"["), 0
+        for portion in portions(self):
+            text = json.dumps(portion)[1:-1]
+            digest.update(f"{', ' if kept else ''}{text}".encode())
+            kept += len(portion)
+        digest.update(b"]")
+        if not kept:
+            for side in self.sides:
+                side.check()
+            raise InputError(
+                f"{self.corpus}: no pair of sentences to train on"
+            )
+        held = len(range(0, min(self.lines, self.held), 50))
+        empty = self.lines - held - kept
+        return {"pairs": kept, "empty": empty, "data": digest.hexdigest()}
+
+    def digests(self):
+        """The SHA-256 digests of the files, by their names."""
+        if isinstance(self.sides[0], Lines):
+            return {side.path.name: sha256(side.path) for side in self.sides}
+        return {self.corpus: self.facts["data"]}
+
+    def report(self, val):
+        """What there is to train on, in words."""
+        kept, empty = self.facts["pairs"], self.facts["empty"]
+        text = f"{kept:,} training pairs, {len(val):,} for validation"
+        if self.held:
+            text += " (taken from the training set, which has no val files)"
+        if empty:
+            text += f"; left out: {empty:,} with an empty side"
+        return text
+
+
+# %% [markdown]
+# Without validation files, every 50th pair is held out, 1,000 at most:
+
+
+# %% tags=["plumbing"]
+def portions(items, size=10_000):
+    """Yield the items in lists of at most `size`."""
+    items = iter(items)
+    while portion := list(itertools.islice(items, size)):
+        yield portion
+
+
+def training_pairs(corpus, src, tgt, held=50_000):
+    """The Texts to train on, and the list of validation pairs."""
+    if corpus == "toy":
+        sides = list(zip(*corpus_part(corpus, "train", src, tgt)))
+    else:
+        folder = corpus_folder(corpus, "train", src, tgt)
+        sides = part_sides(folder, "train", src, tgt)
     own = corpus in ("toy", "multi30k") or any(
         find_part(Path(corpus), "val", language) for language in (src, tgt)
     )
     if own:
-        val = corpus_part(corpus, "val", src, tgt)
-    else:  # no validation set: take every 50th pair, 1,000 at most
-        val, held = train[::50][:1000], set(range(0, len(train), 50)[:1000])
-        train = [p for i, p in enumerate(train) if i not in held]
-    kept = [pair for pair in train if all(pair)]
-    if not kept:
-        raise InputError(f"{corpus}: no pair of sentences to train on")
-    text = f"{len(kept):,} training pairs, {len(val):,} for validation"
-    if not own:
-        text += " (taken from the training set, which has no val files)"
-    if len(kept) < len(train):
-        text += f"; left out: {len(train) - len(kept):,} with an empty side"
-    return kept, val, text
+        return Texts(corpus, sides), corpus_part(corpus, "val", src, tgt)
+    val = list(itertools.islice(in_step(sides), 0, held, 50))
+    return Texts(corpus, sides, held), val
 
 
 # %% [markdown]
-# And those without the longest:
+# ### Four million pairs
+#
+# The paper's English-German corpus had 4.5 million pairs. How much memory
+# is that, at 25 tokens a side? A pair as `stream` takes it is a tuple of two
+# lists, and a list keeps 8 bytes for the place of each number, beside the
+# number itself. But a token is a number below 65,536 (if the vocabulary is
+# not larger), and so two bytes hold it. Packed one after the other into one
+# array, the tokens need nothing else but the two lengths of each pair, 8
+# bytes. (Another 8, in memory, say where each pair begins.)
+
+
+# %%
+@example
+def bytes_of_a_pair():
+    pair = [*range(1000, 1026)], [*range(2000, 2027)]  # with <s> and </s>
+    numbers = [number for side in pair for number in side]
+    lists = sum(map(sys.getsizeof, [pair, *pair, *numbers]))
+    packed = 2 * len(numbers) + 8
+    for name, size in (("lists", lists), ("packed", packed)):
+        total = 4.5e6 * size / 1e9
+        print(f"{name:7}{size:6,} bytes a pair{total:6.1f} GB in all")
+
+
+# %% [markdown]
+# The lists would fill the memory of most laptops. Even the packed tokens need
+# not be in memory at all. A file can be *mapped*: the operating system then
+# lets us index it as if it were an array, fetches those parts that we touch,
+# and drops them again when memory gets short. So a corpus is encoded once,
+# in a stream, into a file; and training reads from the mapped file the
+# pairs of one batch at a time.
+#
+# In a model of both directions each pair is there twice, but need not be
+# stored twice. Turned round, a source gets `<s>` in the place of its tag, and
+# a target a tag in the place of its `<s>`.
+
+
+# %%
+@dataclass
+class PackedPairs:
+    """Pairs of token ids in two arrays: pairs[i] is (source, target).
+
+    `tokens`: all ids in 16 or 32 bits, a pair's target after its source.
+    `lengths`: (pairs, 2). `back`: the tag of the other direction; with it,
+    all pairs follow a second time, turned round. `texts` are what they were
+    made from, except for those of the numbers in `long`.
+    """
+
+    tokens: torch.Tensor
+    lengths: torch.Tensor
+    long: list
+    back: int | None = None
+    texts: Texts | None = None
+
+    def __post_init__(self):
+        self.starts = F.pad(self.lengths.sum(1).cumsum(0), (1, 0)).numpy()
+        bits = 8 * self.tokens.element_size()
+        self.ids = self.tokens.numpy().view(f"uint{bits}")  # no sign
+
+    def __len__(self):
+        return len(self.lengths) * (1 if self.back is None else 2)
+
+    def __getitem__(self, i):
+        if not 0 <= i < len(self):
+            raise IndexError(i)
+        turned, i = divmod(i, len(self.lengths))
+        row = self.ids[self.starts[i] : self.starts[i + 1]].tolist()
+        middle = int(self.lengths[i, 0])
+        src, tgt = row[:middle], row[middle:]
+        if turned:
+            return [self.back, *tgt[1:]], [BOS, *src[1:]]
+        return src, tgt
+
+    def widths(self):
+        """For each pair the length of its longer side, without BOS."""
+        src, tgt = self.lengths.unbind(1)
+        widths = torch.maximum(src, tgt - 1)
+        if self.back is None:
+            return widths
+        return torch.cat([widths, torch.maximum(tgt, src - 1)])
+
+    def anew(self, translator, cut):
+        """The same pairs, their words cut by `cut`: see BPE-dropout."""
+        long = set(self.long)
+        texts = (p for i, p in enumerate(self.texts) if i not in long)
+        return pack(translator, texts, cut, longest=math.inf)
+
+
+# %% [markdown]
+# sentencepiece encodes a list of texts faster than one text at a time, so
+# the corpus is taken in portions. Very long pairs would need much memory in
+# training, so those of more than 100 tokens a side are left out; their
+# numbers are kept. The tokens go into a file without a name, which vanishes
+# when nobody uses it any more, however the program ends.
+
+
+# %%
+def encode_portion(translator, pairs, cut=None):
+    """What `encode_texts` gives for each pair of a list, but faster."""
+    vocab = translator.src_vocab
+    if cut or not isinstance(vocab, Pieces):
+        return [translator.encode_texts(*pair, cut) for pair in pairs]
+    tag = vocab.encode(translator.split(""))[:-1]
+    sides = [vocab.processor.encode(list(side)) for side in zip(*pairs)]
+    return [([*tag, *x, EOS], [BOS, *y, EOS]) for x, y in zip(*sides)]
+
+
+def pack(translator, texts, cut=None, longest=100, folder=None):
+    """PackedPairs of texts, whose tokens are in a mapped file."""
+    both, vocab = translator.both, translator.src_vocab
+    size = max(len(vocab), len(translator.tgt_vocab))
+    code, kind = ("H", torch.int16) if size <= 1 << 16 else ("I", torch.int32)
+    lengths, long, number = array("i"), [], 0
+    with tempfile.TemporaryFile(dir=folder) as file:
+        for portion in portions(texts):
+            ids = array(code)
+            for src, tgt in encode_portion(translator, portion, cut):
+                if max(len(src) - 1 - both, len(tgt) - 2) > longest:
+                    long.append(number)
+                else:
+                    lengths.extend((len(src), len(tgt)))
+                    ids.extend(src + tgt)
+                number += 1
+            ids.tofile(file)
+        if not lengths:
+            raise InputError(f"no pair has at most {longest} tokens a side")
+        file.flush()
+        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    tokens = torch.frombuffer(content, dtype=kind)
+    lengths = torch.frombuffer(lengths, dtype=torch.int32).view(-1, 2)
+    back = vocab.encode([f"<2{translator.src}>"])[0] if both else None
+    return PackedPairs(tokens, lengths, long, back, texts)
+
+
+# %% [markdown]
+# What comes back must be what plain encoding gives, in both directions, with
+# 16 bits and with 32:
+
+
+# %%
+@check
+def packed_pairs_are_the_pairs():
+    """Packed and unpacked, each pair is what it was, and none is lost."""
+    pairs = [(pair.de, pair.en) for pair in toy_corpus()["test"][:300]]
+    tags = ["<2de>", "<2en>"]
+    pieces = Pieces.learn([text for p in pairs for text in p], 300, tags)
+    for both in (False, True):
+        translator = Translator(None, [pieces] * 2, ("de", "en"), both)
+        packed = pack(translator, pairs)
+        plain = encode_all(translator, pairs)
+        assert list(packed) == plain and len(packed) == len(plain)
+        widths = [max(len(src), len(tgt) - 1) for src, tgt in plain]
+        assert packed.widths().tolist() == widths
+    numbers = torch.tensor([40_000, 65_535, 70_000, EOS], dtype=torch.int32)
+    for tokens in (numbers, numbers.to(torch.int16)):  # these may wrap
+        [(src, tgt)] = PackedPairs(tokens, torch.tensor([[3, 1]]), [])
+        bits = 8 * tokens.element_size()
+        assert src == [n % 2**bits for n in (40_000, 65_535, 70_000)]
+        assert tgt == [EOS]
+
+
+# %% [markdown]
+# The file stays in the folder of the run, as `pairs.pt` (or in that of
+# `--cache`, where several runs can share it), together with the vocabulary.
+# When training starts the next time, it is there. But is it still right? It
+# notes what it was made from: the SHA-256 digests of the two files, the
+# languages, and what was asked of the vocabulary. If one of them is not the
+# same now, all is encoded anew; and a run that is to be *resumed* refuses
+# other texts. Sizes and dates would be quicker to compare than digests, but
+# they can deceive, and digests take only seconds for gigabytes.
 
 
 # %% tags=["plumbing"]
-def short_pairs(translator, pairs, longest=100):
-    """The pairs of at most `longest` tokens a side, and how many are not."""
-    kept = [
-        pair
-        for pair in pairs
-        if max(len(ids) for ids in translator.tokens(*pair)) <= longest
-    ]
-    if not kept:
-        raise InputError(f"no pair has at most {longest} tokens a side")
-    return kept, len(pairs) - len(kept)
+class EncodedCorpus:
+    """A training corpus and the file of its PackedPairs.
+
+    `wanted`: all that decides what must be in the file, beside the texts.
+    `stored` is the file's content if it is that, else None; then `changed`
+    names what is not as it was.
+    """
+
+    def __init__(self, texts, path, **wanted):
+        self.texts, self.path = texts, path
+        self.wanted = {"format": 1, "files": texts.digests(), **wanted}
+        self.stored, self.changed = None, []
+        try:
+            stored = torch.load(path, mmap=True, weights_only=True)
+            facts = json.loads(stored["facts"])
+            before, now = (
+                {**w, **w["files"], "files": 0}
+                for w in (facts["wanted"], self.wanted)
+            )
+            whole = int(stored["lengths"].sum()) == len(stored["tokens"])
+        except Exception:  # none yet, damaged, or something else
+            return
+        self.changed = [k for k in now if now[k] != before.get(k)]
+        if whole and not self.changed:
+            self.stored, texts.facts = stored, facts["texts"]
+
+    def vocabularies(self, learn):
+        """Those of the file; else what `learn` gives for the texts."""
+        if not self.stored:
+            return learn(self.texts)
+        if "pieces" in self.stored:
+            return [Pieces(self.stored["pieces"].encode("latin-1"))] * 2
+        return [Vocabulary(words) for words in self.stored["words"]]
+
+    def pairs(self, translator):
+        """The PackedPairs, encoded now if they were not before."""
+        if not self.stored:
+            self.encode(translator)
+        if isinstance(self.texts.sides[0], Lines):
+            self.texts.expected = self.wanted["files"]
+        stored = self.stored
+        return PackedPairs(
+            *(stored[name] for name in ("tokens", "lengths", "long", "back")),
+            self.texts,
+        )
+
+    def encode(self, translator):
+        """Encode the texts into the file."""
+        folder = self.path.parent
+        packed = pack(translator, self.texts, folder=folder)
+        facts = {"wanted": self.wanted, "texts": self.texts.facts}
+        content = {name: getattr(packed, name) for name in
+                   ("tokens", "lengths", "long", "back")}  # fmt: skip
+        content["facts"] = json.dumps(facts)
+        vocabs = translator.src_vocab, translator.tgt_vocab
+        if isinstance(vocabs[0], Pieces):
+            content["pieces"] = vocabs[0].model.decode("latin-1")
+        else:
+            content["words"] = [vocab.words for vocab in vocabs]
+        write_whole(self.path, lambda p: torch.save(content, p))
+        self.stored = torch.load(self.path, mmap=True, weights_only=True)
+
+
+# %% [markdown]
+# A file changed by a single letter is noticed, though its size and date are
+# what they were:
+
+
+# %%
+@check
+def a_changed_file_is_noticed():
+    """What was encoded is found again; if a letter changed, it is not."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for language in ("de", "en"):
+            lines = [getattr(p, language) for p in toy_corpus()["val"]]
+            (folder / f"train.{language}").write_text(
+                "\n".join(lines), "utf-8"
+            )
+        texts, _ = training_pairs(folder, "de", "en")
+        first = EncodedCorpus(texts, folder / "pairs.pt", languages="de en")
+        assert not first.stored and not first.changed
+        vocabs = learn_vocabularies(texts, ("de", "en"))
+        first.encode(Translator(None, vocabs, ("de", "en")))
+        again = EncodedCorpus(texts, folder / "pairs.pt", languages="de en")
+        assert again.stored and len(texts) == len(again.stored["lengths"])
+        file = folder / "train.en"
+        state, content = file.stat(), file.read_bytes()
+        file.write_bytes(content.replace(b"the", b"thy", 1))
+        os.utime(file, ns=(state.st_atime_ns, state.st_mtime_ns))
+        later = EncodedCorpus(texts, folder / "pairs.pt", languages="de en")
+        assert not later.stored and later.changed == ["train.en"]
+        del first, again, later  # they hold the file
 
 
 # %% [markdown]
@@ -6078,7 +6480,12 @@ class Run:
 # %% tags=["plumbing"]
 def check_same_run(saved, run, folder):
     """Refuse to resume with another corpus, preset or recipe."""
-    for name, value in json.loads(json.dumps(run.description)).items():
+    check_same_facts(saved, run.description, folder)
+
+
+def check_same_facts(saved, facts, folder):
+    """InputError if one of the facts of a run is not what was saved."""
+    for name, value in json.loads(json.dumps(facts)).items():
         if saved.get(name) != value:
             shown = f" (it was {saved.get(name)})"
             if name in ("data", "pieces", "src_words", "tgt_words"):
@@ -6086,6 +6493,18 @@ def check_same_run(saved, run, folder):
             raise InputError(
                 f"{folder}: cannot resume, {name} has changed{shown}"
             )
+
+
+def saved_description(folder):
+    """The description of the run in checkpoint.pt."""
+    state = load_tensors(folder / "checkpoint.pt")
+    try:
+        return dict(json.loads(state["description"]))
+    except (LookupError, TypeError, ValueError):
+        raise InputError(
+            f"{folder}: checkpoint.pt is not of a training run; restore it, "
+            "or train again with another --out"
+        ) from None
 
 
 # %% [markdown]
@@ -6190,16 +6609,15 @@ def validate(run, val, folder, log, say, averaged=0):
 
 # %%
 def epochs(run, train, recipe):
-    """A function: the encoded training pairs of an epoch."""
+    """A function: the PackedPairs of an epoch; `train` are those of all."""
     if not recipe.bpe_dropout:
-        pairs = encode_all(run.translator, train)
-        return lambda epoch: pairs
+        return lambda epoch: train
 
     def encode(epoch):
         draw = random.Random(f"{recipe.seed} {epoch}")
         pieces = run.translator.src_vocab
         cut = random_cuts(pieces, recipe.bpe_dropout, draw)
-        return encode_all(run.translator, train, cut)
+        return train.anew(run.translator, cut)
 
     return encode
 
@@ -6955,30 +7373,46 @@ def run_train(args):
         check_tensorboard()
     recipe, sizes, pieces = settings_of(args)
     languages = args.src, args.tgt
-    with one_goes_first():
-        train, val, text = training_pairs(args.corpus, *languages)
-    say(text)
     facts = {"languages": list(languages), "preset": args.preset}
     facts |= {"corpus": str(args.corpus), "recipe": asdict(recipe)}
     if recipe.decay == "root":  # then the length of a run may change
         del facts["recipe"]["steps"]
-    facts["data"] = hashlib.sha256(json.dumps(train).encode()).hexdigest()
-    torch.manual_seed(args.seed)
-    rare = 1 if args.corpus == "toy" else 2
-    if args.start:
-        translator = load_start(args, recipe)
-        facts["start"] = sha256(Path(args.start) / "weights.pt")
-    else:
-        translator = untrained_translator(
-            train, languages, sizes, pieces, rare, recipe.both
-        )
-    train, long = short_pairs(translator, train)
-    if long:
-        say(f"left out: {long:,} pairs of more than 100 tokens")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"{folder}: no place for a model: {error}") from None
+    saved = saved_description(folder) if args.resume else None
+    if saved:
+        check_same_facts(saved, facts, folder)
+    with one_goes_first():  # who downloads, encodes and writes
+        texts, val = training_pairs(args.corpus, *languages)
+        start = load_start(args, recipe) if args.start else None
+        corpus = training_corpus(args, texts, pieces, recipe.both, start)
+        say(texts.report(val))
+        facts["data"] = texts.facts["data"]
+        if saved and saved["data"] != facts["data"]:
+            files = corpus.wanted["files"]
+            names = " and ".join(set(files) & set(corpus.changed) or files)
+            raise InputError(
+                f"{folder}: cannot resume, {names} changed since the run began; "
+                "restore the corpus, or start anew with another --out"
+            )
+        torch.manual_seed(args.seed)
+        if start:
+            translator = start
+            facts["start"] = sha256(Path(args.start) / "weights.pt")
+        else:
+            how = corpus.wanted["vocabulary"]
+            learn = partial(learn_vocabularies, languages=languages, **how)
+            vocabs = corpus.vocabularies(learn)
+            translator = new_translator(vocabs, languages, sizes, recipe.both)
+        if saved:
+            check_same_facts(saved, {**facts, **describe(translator)}, folder)
+        for home in (folder, corpus.path.parent):
+            try:
+                home.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                text = f"{home}: no place for a model: {error}"
+                raise InputError(text) from None
+        train = corpus.pairs(translator)
+    if train.long:
+        say(f"left out: {len(train.long):,} pairs of more than 100 tokens")
     count = parameter_count(translator.model.to(device)) / 1e6
     say(f"{args.preset}: {count:.1f} million weights")
     moving = MovingAverage(translator.model, recipe.ema)
@@ -6996,6 +7430,33 @@ def run_train(args):
     }
     train_translator(run, train, val, recipe, folder, options)
     say(f"done: {folder}, validation BLEU {run.best:.2f}")
+
+
+# %% [markdown]
+# What is to be in the file of encoded pairs, and where it is:
+
+
+# %% tags=["plumbing"]
+def training_corpus(args, texts, pieces, both, start):
+    """The EncodedCorpus of `train`: found, or still to be encoded."""
+    if start:  # the vocabulary is that of a saved model
+        description = describe(start)
+        del description["config"]
+        text = json.dumps(description)
+        vocabulary = hashlib.sha256(text.encode()).hexdigest()
+    else:
+        rare = 1 if args.corpus == "toy" else 2
+        vocabulary = dict(pieces=pieces, min_count=rare, both=both)
+    path = Path(args.cache or args.out) / "pairs.pt"
+    corpus = EncodedCorpus(
+        texts, path, languages=[args.src, args.tgt], both=both,
+        held=texts.held, longest=100, vocabulary=vocabulary,
+    )  # fmt: skip
+    if corpus.stored:
+        say(f"encoded before: {path}")
+    elif corpus.changed:
+        say(f"{path} is of something else: {', '.join(corpus.changed)}")
+    return corpus
 
 
 # %% [markdown]
@@ -7387,6 +7848,8 @@ def add_training(train):
     option("--seed", type=int, default=0, metavar="N")
     text = "start from the model in DIR, not from random weights"
     option("--from", dest="start", metavar="DIR", help=text)
+    text = "keep the encoded corpus in DIR, for several runs (--out)"
+    option("--cache", metavar="DIR", help=text)
     add_numbers(train, NUMBERS)
     text = "updates between checkpoints (1000)"
     option("--save-every", type=int, default=1000, metavar="N", help=text)

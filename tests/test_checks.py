@@ -123,8 +123,8 @@ SLIPS = {
         "batches_hold_each_pair_once",
     ),
     "a budget that forgets the padding": (
-        "widths[i] * (len(group) + 1) > max_tokens",
-        "sum(widths[j] for j in group) > max_tokens",
+        "width * (len(group) + 1) > max_tokens",
+        "widths[group].sum() > max_tokens",
         "batches_hold_each_pair_once",
     ),
     "dropout in evaluation": (
@@ -316,6 +316,41 @@ SLIPS = {
         "{name: total / len(states) for name",
         "{name: total for name",
         "averages_are_means_and_stay_tied",
+    ),
+    "the lengths of the two sides exchanged": (
+        "middle = int(self.lengths[i, 0])",
+        "middle = int(self.lengths[i, 1])",
+        "packed_pairs_are_the_pairs",
+    ),
+    "large numbers read as negative ones": (
+        'self.tokens.numpy().view(f"uint{bits}")',
+        "self.tokens.numpy()",
+        "packed_pairs_are_the_pairs",
+    ),
+    "turned round with the wrong tag": (
+        "return [self.back, *tgt[1:]], [BOS, *src[1:]]",
+        "return [src[0], *tgt[1:]], [BOS, *src[1:]]",
+        "packed_pairs_are_the_pairs",
+    ),
+    "a portion without its last pair": (
+        "sides = [vocab.processor.encode(list(side)) for",
+        "sides = [vocab.processor.encode(list(side)[:-1]) for",
+        "packed_pairs_are_the_pairs",
+    ),
+    "files known by their size alone": (
+        "return {side.path.name: sha256(side.path) for side in self.sides}",
+        "return {s.path.name: s.path.stat().st_size for s in self.sides}",
+        "a_changed_file_is_noticed",
+    ),
+    "files known by their date": (
+        "return {side.path.name: sha256(side.path) for side in self.sides}",
+        "return {s.path.name: s.path.stat().st_mtime for s in self.sides}",
+        "a_changed_file_is_noticed",
+    ),
+    "encoded anew each time": (
+        "self.stored, texts.facts = stored, facts",
+        "self.stored, texts.facts = None, facts",
+        "a_changed_file_is_noticed",
     ),
     "one attention row too heavy": (
         "self.weights = None if self.training else weights.detach()",
