@@ -124,6 +124,7 @@ if "google.colab" in sys.modules:
 # %%
 import argparse
 import contextlib
+import copy
 import functools
 import gzip
 import hashlib
@@ -6378,10 +6379,12 @@ def ctranslate2_spec(translator, places=1100):
         raise InputError(
             "--format ctranslate2 needs a package: pip install ctranslate2"
         ) from None
-    model = translator.model
+    model = copy.deepcopy(translator.model)  # its int8 is made in place
     c, target = model.config, model.tgt_embedding
     spec = TransformerSpec.from_config(c.N, c.h, pre_norm=c.norm_first)
     table = positional_encoding(places, c.d_model)
+    own = model.position.table[:places]  # the same, unless it was changed
+    table[: len(own)] = own
     export_stack(spec.encoder, model.encoder, model.src_embedding, table)
     export_stack(spec.decoder, model.decoder, target, table)
     spec.decoder.projection.weight = target.weight.data
