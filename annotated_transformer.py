@@ -124,6 +124,7 @@ if "google.colab" in sys.modules:
 # %%
 import argparse
 import contextlib
+import copy
 import functools
 import gzip
 import hashlib
@@ -7275,10 +7276,304 @@ def attention_on_captions():
 
 
 # %% [markdown]
+# ## Into production
+#
+# A trained model is used far more often than it is trained. Two things make
+# that cheaper, and neither needs new training: products of 8-bit integers,
+# and a program written for nothing but translating.
+#
+# ### Products in 8 bits
+#
+# A product of matrices spends its time on multiplying and on fetching the
+# weights. Integers of 8 bits are a quarter of the size of a `float32`, and
+# many processors multiply several of them at once. So, in use, each row of x
+# and each row of W is written as integers from −127 to 127 times one factor
+# of its own, its largest magnitude divided by 127. The sums of the products
+# are exact, in 32 bits. At the end each is multiplied by its two factors:
+#
+# $$(xW^\top)_{ro} \approx f_r\, g_o \sum_i a_{ri}\, b_{oi}, \qquad
+# a_{ri} = \mathrm{round}(x_{ri} / f_r), \quad
+# b_{oi} = \mathrm{round}(W_{oi} / g_o)$$
+#
+# By hand: x = (1, −0.5, 0.25) has the factor 1/127 and the integers 127, −64
+# and 32 (63.5 and 31.75, rounded). This is *dynamic* quantization: the
+# factors of x are found anew for each x, so no sample of data is needed
+# beforehand. And because each row has its own, the other sentences of a
+# batch do not matter. Everything else stays in 32 bits: attention's own
+# products, norms, softmax, sums, and the rows that an embedding looks up.
+# Only used backwards, for the logits, is the embedding multiplied by; that is
+# the largest product of all when V is large.
+
+
+# %%
+def int8_rows(x):
+    """(R, I) -> integers (R, I) in 8 bits, and each row's factor (R, 1)."""
+    factor = x.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 127
+    return (x / factor).round_().to(torch.int8), factor
+
+
+class Int8Product:
+    """Multiplies by the rows of a weight (O, I), from factors in 8 bits."""
+
+    def __init__(self, weight):
+        self.weight, factor = int8_rows(weight.detach())
+        self.factor = factor.T  # (1, O)
+
+    def __call__(self, x):
+        """(..., I) -> (..., O)"""
+        rows, factor = int8_rows(x.reshape(-1, x.size(-1)))
+        sums = torch._int_mm(rows, self.weight.T)  # (R, O), exact
+        y = (sums * factor).mul_(self.factor)
+        return y.view(*x.shape[:-1], -1)
+
+
+# %% [markdown]
+# As with products in 16 bits, the model stays as it is: its linear maps and
+# its target embedding change their class. From then on it is for use only.
+# The integers are made once, so later changes of the weights have no effect.
+
+
+# %%
+class Int8Linear(nn.Linear):
+    """nn.Linear, for use only, with factors in 8 bits."""
+
+    def forward(self, x):
+        y = self.product(x)
+        return y if self.bias is None else y.add_(self.bias)
+
+
+class Int8Embedding(Embedding):
+    """An Embedding whose logits have factors in 8 bits."""
+
+    def logits(self, states):
+        return self.product(states)
+
+
+def use_int8(model):
+    """Let the products of a model in use have factors in 8 bits.
+
+    InputError where this PyTorch has no such product for the model's device.
+    """
+    weights = model.tgt_embedding.weight
+    try:
+        if weights.device.type != "cpu":
+            raise RuntimeError(f"on the device {weights.device}")
+        Int8Product(weights[:16])(weights[:2])
+    except (RuntimeError, AttributeError) as error:
+        raise InputError(
+            "--int8: this PyTorch has no product of 8-bit integers "
+            f"({str(error).splitlines()[0]}); leave --int8 out, or take "
+            "--device cpu and a newer PyTorch"
+        ) from None
+    for module in [*model.modules(), model.tgt_embedding]:
+        if isinstance(module, nn.Linear):
+            module.__class__ = Int8Linear
+        elif module is model.tgt_embedding:
+            module.__class__ = Int8Embedding
+        else:
+            continue
+        module.product = Int8Product(module.weight)
+
+
+# %% [markdown]
+# How much is lost? Rounding is off by at most half a unit, so each factor of
+# a product by at most half of its row's factor. That bounds every sum:
+
+
+# %%
+@check
+def int8_products_are_close():
+    """Rounding costs a product what it may cost, and about 1 % in all."""
+    weight = torch.randn(48, 64) * torch.logspace(-3, 3, 48)[:, None]
+    x = torch.randn(5, 7, 64) * torch.logspace(-3, 3, 7)[:, None]
+    product = Int8Product(weight)
+    exact, rounded = x.double() @ weight.double().T, product(x)
+    f = x.abs().amax(-1, keepdim=True) / 127  # (5, 7, 1)
+    g = weight.abs().amax(-1) / 127  # (48,)
+    bound = f / 2 * weight.abs().sum(-1) + g / 2 * x.abs().sum(-1)[..., None]
+    bound += 64 * f * g / 4  # both off at once
+    assert ((rounded - exact).abs() <= 1.0001 * bound).all()
+    off = ((rounded - exact) / exact.norm(dim=1, keepdim=True)).norm(dim=1)
+    assert 0 < off.mean() < 0.02
+    for b in range(5):  # bit for bit the same in other company
+        assert product(x[b, 2:3]).equal(rounded[b, 2:3])
+    plain = restless_model()
+    table = plain.tgt_embedding(torch.arange(14)[None])
+    use_int8(plain)
+    assert plain.tgt_embedding(torch.arange(14)[None]).equal(table)
+
+
+# %% [markdown]
+# On the command line it is `--int8`, for `translate` and `evaluate`.
+#
+# ### A model for CTranslate2
+#
+# [CTranslate2](https://github.com/OpenNMT/CTranslate2) is a program that
+# does nothing but run Transformers, on processors and GPUs, from Python or
+# C++, without PyTorch. It knows this architecture, so nothing but the names
+# and the layout of the weights has to change:
+#
+# `python annotated_transformer.py export --format ctranslate2 --model
+# results/model-de-en --out german-english`
+#
+# It needs `pip install ctranslate2`. The new folder is all that has to be
+# copied to where translations are wanted. These lines use it:
+#
+# ```python
+# import ctranslate2, sentencepiece
+#
+# pieces = sentencepiece.SentencePieceProcessor()
+# pieces.load("german-english/pieces.model")
+# model = ctranslate2.Translator("german-english")
+# texts = ["Zwei Kinder spielen im Schnee."]
+# tokens = [pieces.encode(text, out_type=str) for text in texts]
+# for result in model.translate_batch(tokens, beam_size=4):
+#     print(pieces.decode(result.hypotheses[0]))
+# ```
+#
+# A model of both directions wants its tag first: `["<2en>", *pieces…]`. A
+# model of whole words has no `pieces.model`; its tokens are the words that
+# `tokenize` gives.
+#
+# What has to be said to CTranslate2, and what is easily got wrong:
+#
+# * Queries, keys and values of self-attention are one matrix there, one
+#   below the other; in cross-attention, keys and values are.
+# * Our sine and cosine take turns from dimension to dimension; elsewhere all
+#   sines may come first. So we store our own table, for as many places as
+#   CTranslate2 reads of a source (1,024), and 76 more.
+# * The source ends in `</s>`, the target begins with `<s>`.
+# * `<pad>`, `<s>` and `<unk>` are never written: their logits get a bias of
+#   −10,000.
+
+
+# %% tags=["plumbing"]
+def export_norm(spec, norm):
+    """Fill in a layer normalization."""
+    spec.gamma, spec.beta = norm.weight.data, norm.bias.data
+
+
+def export_attention(spec, heads, norm):
+    """Fill in an attention and its norm."""
+    parts = [w.weight.data for w in (heads.W_Q, heads.W_K, heads.W_V)]
+    own = len(spec.linear) == 2  # self-attention: one matrix, and W_O
+    stacks = [parts] if own else [parts[:1], parts[1:]]
+    for linear, stack in zip(spec.linear, stacks):
+        linear.weight = torch.cat(stack)
+    spec.linear[-1].weight = heads.W_O.weight.data
+    export_norm(spec.layer_norm, norm)
+
+
+def export_stack(spec, stack, embedding, table):
+    """Fill in the encoder or the decoder."""
+    first = spec.embeddings
+    first = first[0] if isinstance(first, list) else first
+    first.weight = embedding.weight.data
+    spec.scale_embeddings = embedding.scale
+    spec.position_encodings.encodings = table
+    for part, layer in zip(spec.layer, stack.layers):
+        norms = [residual.norm for residual in layer.residuals]
+        export_attention(part.self_attention, layer.self_attention, norms[0])
+        if isinstance(layer, DecoderLayer):
+            export_attention(part.attention, layer.cross_attention, norms[1])
+        export_norm(part.ffn.layer_norm, norms[-1])
+        for linear, ours in (
+            (part.ffn.linear_0, layer.feed_forward.W_1),
+            (part.ffn.linear_1, layer.feed_forward.W_2),
+        ):
+            linear.weight, linear.bias = ours.weight.data, ours.bias.data
+    if isinstance(stack.norm, nn.LayerNorm):  # pre-norm's last
+        export_norm(spec.layer_norm, stack.norm)
+
+
+# %% [markdown]
+# The whole model, with its vocabularies. CTranslate2's own ending of a
+# source is switched on, so that it is given the tokens alone.
+
+
+# %% tags=["plumbing"]
+def ctranslate2_spec(translator, places=1100):
+    """A translator as CTranslate2's description of a Transformer.
+
+    `places`: the longest text in tokens that it can read or write.
+    """
+    try:
+        from ctranslate2.specs import TransformerSpec
+    except ImportError:
+        raise InputError(
+            "--format ctranslate2 needs a package: pip install ctranslate2"
+        ) from None
+    model = copy.deepcopy(translator.model)  # its int8 is made in place
+    c, target = model.config, model.tgt_embedding
+    spec = TransformerSpec.from_config(c.N, c.h, pre_norm=c.norm_first)
+    table = positional_encoding(places, c.d_model)
+    own = model.position.table[:places]  # the same, unless it was changed
+    table[: len(own)] = own
+    export_stack(spec.encoder, model.encoder, model.src_embedding, table)
+    export_stack(spec.decoder, model.decoder, target, table)
+    spec.decoder.projection.weight = target.weight.data
+    never = torch.zeros(c.tgt_vocab)
+    never[[PAD, BOS, UNK]] = -1e4
+    spec.decoder.projection.bias = never
+    for side in ("src", "tgt"):
+        vocab = getattr(translator, f"{side}_vocab")
+        kind = {"src": "source", "tgt": "target"}[side]
+        register = getattr(spec, f"register_{kind}_vocabulary")
+        register(vocab.decode(range(len(vocab))))
+    settings = spec.config
+    settings.unk_token, settings.bos_token = SPECIALS[UNK], SPECIALS[BOS]
+    settings.eos_token = SPECIALS[EOS]
+    settings.decoder_start_token = SPECIALS[BOS]
+    settings.add_source_bos, settings.add_source_eos = False, True
+    settings.layer_norm_epsilon = model.encoder.layers[0].residuals[0].norm.eps
+    return spec
+
+
+# %% [markdown]
+# The folder appears whole or not at all: it is filled under another name,
+# and then renamed.
+
+
+# %% tags=["plumbing"]
+def export_ctranslate2(translator, folder, quantization="none"):
+    """Write a new folder with a model that CTranslate2 runs.
+
+    `quantization` is one of QUANTIZATIONS. InputError if the folder exists
+    already, if it cannot be made, or if the package is missing.
+    """
+    if folder.exists():
+        raise InputError(f"{folder} exists already; choose another --out")
+    spec = ctranslate2_spec(translator)
+    spec.validate()
+    spec.optimize(None if quantization == "none" else quantization)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        place = tempfile.TemporaryDirectory(
+            prefix=f".{folder.name}.", dir=folder.parent
+        )
+    except OSError as error:
+        raise InputError(f"{folder}: no place for a model: {error}") from None
+    with place:
+        unfinished = Path(place.name) / "model"
+        unfinished.mkdir()
+        spec.save(str(unfinished))
+        if isinstance(translator.src_vocab, Pieces):
+            pieces = translator.src_vocab.model
+            (unfinished / "pieces.model").write_bytes(pieces)
+        os.rename(unfinished, folder)
+
+
+QUANTIZATIONS = (
+    "none", "int8", "int8_float32", "int8_float16", "int8_bfloat16", "int16",
+    "float16", "bfloat16",
+)  # fmt: skip
+
+# %% [markdown]
 # ## The command line
 #
-# Five commands: `copy` learns to copy (the default), `train` makes a model,
-# `translate` uses it, `evaluate` measures it, `curves` draws its training.
+# Six commands: `copy` learns to copy (the default), `train` makes a model,
+# `translate` uses it, `evaluate` measures it, `curves` draws its training,
+# `export` makes it one of CTranslate2's.
 # For example, `python annotated_transformer.py translate --model
 # results/model-de-en "Zwei Kinder spielen im Schnee."`; `--help` after a
 # command lists its options.
@@ -7602,6 +7897,8 @@ def load_direction(args, device):
     translator = load_translator(Path(args.model), device)
     if args.beam < 1:
         raise InputError("--beam must be at least 1")
+    if args.int8:
+        use_int8(translator.model)
     if not args.reverse:
         return translator
     if not translator.both:
@@ -7783,6 +8080,22 @@ def run_curves(args):
 
 
 # %% [markdown]
+# `export` writes a model for another program. What the package is missing
+# for, and what stands in the way, is said before anything is written.
+
+
+# %% tags=["plumbing"]
+def run_export(args):
+    out = Path(args.out)
+    if out.exists():
+        raise InputError(f"{out} exists already; choose another --out")
+    translator = load_translator(Path(args.model))
+    export_ctranslate2(translator, out, args.quantization)
+    size = (out / "model.bin").stat().st_size / 1e6
+    say(f"done: {out}, {size:.1f} MB")
+
+
+# %% [markdown]
 # What `--help` prints is made here. First the numbers that `train` takes:
 # the name, its kind, and what it means.
 
@@ -7826,6 +8139,8 @@ def add_model(parser):
     option("--alpha", type=float, default=0.6, metavar="X", help=power)
     text = "the other direction of a model trained with --both"
     option("--reverse", action="store_true", help=text)
+    text = "products of 8-bit integers, on a processor"
+    option("--int8", action="store_true", help=text)
 
 
 # %% [markdown]
@@ -7911,6 +8226,15 @@ def parser():
     option("--model", required=True, metavar="DIR", help="the run's folder")
     text = ".svg, .png or .html"
     option("--out", required=True, metavar="FILE", help=text)
+    text = "write a model for another program"
+    option = command("export", run_export, text).add_argument
+    text = "the program (CTranslate2 is the only one so far)"
+    option("--format", required=True, choices=("ctranslate2",), help=text)
+    option("--model", required=True, metavar="DIR", help="the model's folder")
+    option("--out", required=True, metavar="DIR", help="a new folder")
+    text = "kind of the numbers in the file (none: 32 bits)"
+    kinds = dict(choices=QUANTIZATIONS, default="none", help=text)
+    option("--quantization", **kinds)
     return top
 
 

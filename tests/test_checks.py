@@ -167,6 +167,16 @@ SLIPS = {
         "q.exp_().add_(even)",
         "accumulated_gradient_is_the_large_one",
     ),
+    "one factor for all rows": (
+        "factor = x.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 127",
+        "factor = x.abs().amax().expand(len(x), 1).clamp(min=1e-30) / 127",
+        "int8_products_are_close",
+    ),
+    "cut off, not rounded": (
+        "(x / factor).round_().to(torch.int8)",
+        "(x / factor).to(torch.int8)",
+        "int8_products_are_close",
+    ),
     "16 bits in use as well": (
         "            return super().forward(x)\n        return HalfProduct",
         "            pass\n        return HalfProduct",
