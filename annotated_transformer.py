@@ -24,7 +24,7 @@
 #
 # **In half an hour: the model.** Read from *3 The model* as far as *The same
 # as torch's own Transformer*. Pass over the cells that begin with `@check`
-# (each only proves what stands before it) and over the class `Dropout`. Then
+# (each only proves what stands before it). Then
 # read *Batches* in Section 5.1, the first page of *Greedy decoding*, and *A
 # first example: copying*. End with the pictures in *Looking at attention*.
 #
@@ -137,6 +137,7 @@ import mmap
 import os
 import random
 import re
+import shutil
 import tempfile
 import time
 import urllib.request
@@ -606,53 +607,23 @@ def layer_norm_equals_torch():
 #
 # *Dropout* falls on the sub-layer's output, before the sum. In training it
 # sets each number to 0 with probability p and divides the others by 1 − p,
-# so that nothing may rely on a single number; in use it does nothing.
-#
-# In one line it is `x * (torch.rand_like(x) >= p) / (1 - p)`, and you may
-# read the class below as that line. The rest is for speed: without a GPU it
-# draws one random byte for each number, not a whole float.
-#
-# *Differs from the paper*: so p is rounded to a multiple of 1/256, and 0.1
-# becomes 0.1016.
+# so that nothing may rely on a single number; in use it does nothing. *Making
+# it fast*, below, has a quicker form of it.
 
 
 # %%
 class Dropout(nn.Module):
-    """Dropout of rate p (Section 5.4), from random bytes on a processor."""
+    """Dropout of rate p (Section 5.4)."""
 
     def __init__(self, p):
         super().__init__()
         self.p = p
 
     def forward(self, x):
-        limit = min(255, round(256 * self.p))  # bytes below it mean "drop"
-        if not self.training or limit == 0:
+        if not self.training or self.p == 0:
             return x
-        if x.device.type != "cpu":
-            return F.dropout(x, limit / 256)
-        draws = torch.empty(x.numel() // 8 + 1, dtype=torch.int64)
-        draws.random_(-(2**63), None)  # all 64 bits are random
-        keep = draws.view(torch.uint8)[: x.numel()].view(x.shape) >= limit
-        return x * (keep.to(x.dtype) * (256 / (256 - limit)))
-
-
-# %% [markdown]
-# Bytes are coarse, so it is worth a check that the share of zeros and the
-# mean are right:
-
-
-# %%
-@check
-def dropout_keeps_the_mean():
-    """About p of the numbers vanish; the rest grow to keep the mean."""
-    drop = Dropout(0.25)
-    x = torch.ones(1001, 997)
-    y = drop(x)
-    assert set(y.unique().tolist()) == {0.0, torch.tensor(4 / 3).item()}
-    for part in (y, y[::2], y[:, ::8], y[:, 7::8]):
-        assert abs(part.mean() - 1) < 0.01
-    assert not drop(x).equal(y)
-    assert drop.eval()(x) is x
+        keep = torch.rand_like(x) >= self.p
+        return x * keep / (1 - self.p)
 
 
 # %% [markdown]
@@ -1998,10 +1969,14 @@ def learning_rate(n, d_model=512, warmup=4000, factor=1.0):
 
 
 # %%
-def adam(model):
-    """The paper's Adam; `training` sets the rate before each update."""
+def adam(model, fused=None):
+    """The paper's Adam; `training` sets the rate before each update.
+
+    `fused`: make the step in one pass; the default is where torch can.
+    """
     weights = list(model.parameters())
-    fused = weights[0].device.type in ("cpu", "cuda")  # one pass, same numbers
+    if fused is None:
+        fused = weights[0].device.type in ("cpu", "cuda")
     betas = (0.9, 0.98)
     return torch.optim.Adam(weights, lr=0, betas=betas, eps=1e-9, fused=fused)
 
@@ -2068,7 +2043,7 @@ def evaluation_is_deterministic():
 def smoothed_targets(labels, vocab, smoothing=0.1):
     """(R,) token ids -> the target distributions (R, V)."""
     targets = torch.full((len(labels), vocab), smoothing / vocab)
-    rows = torch.arange(len(labels))
+    targets, rows = targets.to(labels.device), torch.arange(len(labels))
     targets[rows, labels] += 1 - smoothing
     return targets * (labels != PAD)[:, None]
 
@@ -2257,100 +2232,25 @@ class Recipe:
 # of tokens in *all* parts. Dividing each by its own number, or not at
 # all, are both common, and wrong.
 #
-# In three lines, the step of one batch would be:
-#
-# ```python
-# logits = model(batch.src, batch.read)  # (B, T, V)
-# total = smoothed_loss(logits.flatten(0, 1), batch.labels.flatten())
-# (total / tokens).backward()
-# ```
-#
-# The two cells below compute the same, sooner and in less memory. If you are
-# here for the model, go on to the loop.
-#
-# **The loss, a slice at a time.** For 4,096 positions and 10,000 words the
-# logits are 164 megabytes, and the softmax and its gradient walk over them
-# several times, waiting for memory. But each row of logits needs only its own
-# state. So we cut the states into slices, and finish each slice while it lies
-# in the cache. Nor do we need autograd for it, since the gradient of the
-# cross-entropy at the logits is the simplest there could be:
-#
-# $$\frac{\partial L}{\partial z} = \mathrm{softmax}(z) - t$$
-#
-# the probabilities found minus those wanted (t is the smoothed target). The
-# loss itself needs log Σ e^z, and has it for nothing: it is the largest z
-# minus the logarithm of the largest probability. Two
-# products of matrices carry it on, one to the states and one to the embedding
-# matrix. The slices' gradients together are the gradient at the states, from
-# which `backward` goes on. Padding is left out from the start.
+# `smoothed_loss` gives rows of padding nothing, so that they can stay in.
 
 
 # %%
-def loss_and_gradients(states, labels, weight, tokens, smoothing, rows=256):
-    """The summed smoothed loss, and its gradients divided by `tokens`.
-
-    states (R, D), labels (R,), weight (V, D), the first and last of one
-    type, float32 or bfloat16. Returns the loss, the gradients at the
-    states (R, D) and at the weight (V, D); `rows`: positions in a slice.
-    """
-    full = torch.promote_types(weight.dtype, torch.float)  # of all sums
-    even, total = smoothing / len(weight), 0.0  # even: for every word
-    at_states, at_weight = [], torch.zeros_like(weight, dtype=full)
-    for x, y in zip(states.split(rows), labels.split(rows)):
-        z = (x @ weight.T).to(full)  # (rows, V)
-        right = z.gather(1, y[:, None])
-        p = z.softmax(-1)
-        total += (z.amax(-1) - p.amax(-1).log()).sum()  # log_sum_exp
-        total -= (1 - smoothing) * right.sum() + even * z.sum()
-        p.sub_(even)  # softmax minus target, in place
-        p.scatter_add_(1, y[:, None], torch.full_like(right, smoothing - 1))
-        gradient = p.div_(tokens).to(weight.dtype)
-        at_states.append(gradient @ weight)
-        at_weight += gradient.T @ x
-    return total, torch.cat(at_states), at_weight
-
-
-# %% [markdown]
-# `backward` runs the model up to the states, takes the loss and its gradient
-# from above, and lets autograd go on from there. The matrix of words gets a
-# gradient twice, from the logits here and as an embedding from autograd,
-# which comes last and so leaves the gradients whole. (With several processes
-# this order matters: then autograd also sends each gradient off.)
-
-
-# %%
-def add_gradient(weight, gradient):
-    """Add a gradient that was not made by autograd to weight.grad."""
-    if weight.grad is None:
-        weight.grad = gradient.to(weight.dtype)
-    else:
-        weight.grad += gradient
-
-
-def backward(model, batch, tokens, smoothing, rows=256, half=False):
+def backward(model, batch, tokens, smoothing):
     """Add the gradient of (summed loss / tokens); return the summed loss.
 
-    `tokens`: real target tokens in the whole update. `rows`: positions
-    in a slice of the loss. `half`: its products in bfloat16.
+    `tokens`: real target tokens in the whole update.
     """
-    real = batch.labels != PAD  # (B, T)
-    states = model.states(batch.src, batch.read)[real]  # (R, D)
-    weight = model.tgt_embedding.weight
-    kind = torch.bfloat16 if half else weight.dtype
-    total, at_states, at_weight = loss_and_gradients(
-        states.detach().to(kind), batch.labels[real],
-        weight.detach().to(kind), tokens, smoothing, rows,
-    )  # fmt: skip
-    add_gradient(weight, at_weight)
-    states.backward(at_states.to(states.dtype))
-    return total
+    logits = model(batch.src, batch.read).flatten(0, 1)  # (B·T, V)
+    total = smoothed_loss(logits, batch.labels.flatten(), smoothing)
+    (total / tokens).backward()
+    return total.detach()
 
 
 # %% [markdown]
-# Slices, padding and accumulation must not be visible in the result. One
-# check covers all three: the gradient of a large batch computed in the
-# plain way, against parts with different amounts of padding, in slices of
-# 5 rows.
+# Padding and accumulation must not be visible in the result. One check
+# covers both: the gradient of a large batch, against parts with
+# different amounts of padding.
 
 
 # %%
@@ -2371,7 +2271,7 @@ def accumulated_gradient_is_the_large_one():
     expected = torch.autograd.grad(plain, list(model.parameters()))
     for part in (slice(0, 1), slice(1, 3), slice(3, 6)):
         small = Batch(pad(src[part]), pad(tgt[part]))
-        backward(model, small, whole.count(), 0.1, rows=5)
+        backward(model, small, whole.count(), 0.1)
     gradients = [weight.grad for weight in model.parameters()]
     torch.testing.assert_close(gradients, list(expected))
 
@@ -2769,9 +2669,493 @@ def batching_changes_no_translation():
 # %% [markdown]
 # ## Making it fast
 #
-# What stands above is the model as one would explain it. This chapter makes it
-# fast, on the machine at hand, without changing what it computes. Nothing
-# in the later chapters depends on how; you may go on to *A first example*.
+# What stands above is the model as one would explain it. This chapter makes
+# it fast on the machine at hand, and proves after each step that it computes
+# the same. The weights stay where they are, so a model can be trained in one
+# form and used in the other. (Nothing later depends on how this is done: you
+# may go on to *A first example*.)
+#
+# ### What the machine can do
+#
+# Two numbers bound all that follows: how many operations a second the machine
+# makes in products of matrices, and how many bytes a second it reads and
+# writes. An operation on a matrix that does little with each number, such as
+# a sum, a mask or a softmax, is bound by the second.
+
+
+# %%
+def best_seconds(work, tries=5):
+    """The shortest time of some calls, after one to warm up."""
+    seconds = []
+    for _ in range(tries + 1):
+        began = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - began)
+    return min(seconds[1:])
+
+
+def product_rate(kind=torch.float, rows=1024):
+    """Operations a second in products (rows, 512) · (512, 2048)."""
+    x, weight = torch.randn(rows, 512), torch.randn(2048, 512)
+    x, weight = x.to(kind), weight.to(kind)
+    return 2 * rows * 512 * 2048 / best_seconds(lambda: x @ weight.T, 20)
+
+
+@example
+def what_the_machine_can_do():
+    for kind in (torch.float, torch.bfloat16):
+        print(f"{product_rate(kind) / 1e9:4.0f} · 10⁹ operations/s, {kind}")
+    one, two = torch.ones(2, 2**24)
+    rate = 2 * one.nbytes / best_seconds(lambda: two.copy_(one))
+    print(f"{rate / 1e9:4.1f} · 10⁹ bytes/s, a copy from memory to memory")
+    print(f"{torch.get_num_threads():4} threads")
+
+
+# %% [markdown]
+# ### Training, sooner
+#
+# **Padding** comes first, and is done: batches of like lengths (Section 5.1)
+# are the largest gain of all.
+#
+# **The loss, a slice at a time.** For 4,096 positions and 10,000 words the
+# logits are 164 megabytes, and the softmax and its gradient walk over them
+# several times, waiting for memory. But each row of logits needs only its own
+# state. So we cut the states into slices, and finish each slice while it lies
+# in the cache. Nor do we need autograd for it, since the gradient of the
+# cross-entropy at the logits is the simplest there could be:
+#
+# $$\frac{\partial L}{\partial z} = \mathrm{softmax}(z) - t$$
+#
+# the probabilities found minus those wanted (t is the smoothed target). The
+# loss itself needs log Σ e^z, and has it for nothing: it is the largest z
+# minus the logarithm of the largest probability. Two products of matrices
+# carry the gradient on, one to the states and one to the embedding matrix.
+# Padding is left out from the start.
+
+
+# %%
+def loss_and_gradients(states, labels, weight, tokens, smoothing, rows=256):
+    """The summed smoothed loss, and its gradients divided by `tokens`.
+
+    states (R, D), labels (R,), weight (V, D), the first and last of one
+    type, float32 or bfloat16. Returns the loss, the gradients at the
+    states (R, D) and at the weight (V, D); `rows`: positions in a slice.
+    """
+    full = torch.promote_types(weight.dtype, torch.float)  # of all sums
+    even, total = smoothing / len(weight), 0.0  # even: for every word
+    at_states, at_weight = [], torch.zeros_like(weight, dtype=full)
+    for x, y in zip(states.split(rows), labels.split(rows)):
+        z = (x @ weight.T).to(full)  # (rows, V)
+        right = z.gather(1, y[:, None])
+        p = z.softmax(-1)
+        total += (z.amax(-1) - p.amax(-1).log()).sum()  # log_sum_exp
+        total -= (1 - smoothing) * right.sum() + even * z.sum()
+        p.sub_(even)  # softmax minus target, in place
+        p.scatter_add_(1, y[:, None], torch.full_like(right, smoothing - 1))
+        gradient = p.div_(tokens).to(weight.dtype)
+        at_states.append(gradient @ weight)
+        at_weight += gradient.T @ x
+    return total, torch.cat(at_states), at_weight
+
+
+# %% [markdown]
+# `backward_in_slices` runs the model up to the states, takes the loss and its
+# gradient from above, and lets autograd go on from there. The matrix of words
+# gets a gradient twice, from the logits here and as an embedding from
+# autograd, which comes last and so leaves the gradients whole. (With several
+# processes this order matters: then autograd also sends each gradient off.)
+
+
+# %%
+def add_gradient(weight, gradient):
+    """Add a gradient that was not made by autograd to weight.grad."""
+    if weight.grad is None:
+        weight.grad = gradient.to(weight.dtype)
+    else:
+        weight.grad += gradient
+
+
+def backward_in_slices(model, batch, tokens, smoothing, rows=256, half=False):
+    """`backward`, with the loss finished `rows` positions at a time.
+
+    `half`: its products in bfloat16.
+    """
+    real = batch.labels != PAD  # (B, T)
+    states = model.states(batch.src, batch.read)[real]  # (R, D)
+    weight = model.tgt_embedding.weight
+    kind = torch.bfloat16 if half else weight.dtype
+    total, at_states, at_weight = loss_and_gradients(
+        states.detach().to(kind), batch.labels[real],
+        weight.detach().to(kind), tokens, smoothing, rows,
+    )  # fmt: skip
+    add_gradient(weight, at_weight)
+    states.backward(at_states.to(states.dtype))
+    return total
+
+
+# %% [markdown]
+# **Dropout from bytes.** `torch.rand_like` draws a float for each number, of
+# which dropout needs one bit of news. A random byte is enough, and 64 random
+# bits make eight of them.
+#
+# *Differs from the paper*: so p is rounded to a multiple of 1/256, and 0.1
+# becomes 0.1016.
+
+
+# %%
+class ByteDropout(Dropout):
+    """Dropout of rate p, from random bytes on a processor."""
+
+    def forward(self, x):
+        limit = min(255, round(256 * self.p))  # bytes below it mean "drop"
+        if not self.training or limit == 0:
+            return x
+        if x.device.type != "cpu":
+            return F.dropout(x, limit / 256)
+        draws = torch.empty(x.numel() // 8 + 1, dtype=torch.int64)
+        draws.random_(-(2**63), None)  # all 64 bits are random
+        keep = draws.view(torch.uint8)[: x.numel()].view(x.shape) >= limit
+        return x * (keep.to(x.dtype) * (256 / (256 - limit)))
+
+
+# %% [markdown]
+# Bytes are coarse, so it is worth a check that the share of zeros and the
+# mean are right:
+
+
+# %%
+@check
+def dropout_keeps_the_mean():
+    """About p of the numbers vanish; the rest grow to keep the mean."""
+    x = torch.ones(1001, 997)
+    for drop in (Dropout(0.25), ByteDropout(0.25)):
+        y = drop(x)
+        assert set(y.unique().tolist()) == {0.0, torch.tensor(4 / 3).item()}
+        for part in (y, y[::2], y[:, ::8], y[:, 7::8]):
+            assert abs(part.mean() - 1) < 0.01
+        assert not drop(x).equal(y)
+        assert drop.eval()(x) is x
+
+
+# %% [markdown]
+# **Products in 16 bits.** Nearly all of an update's arithmetic is products of
+# matrices, and some processors multiply numbers of 16 bits about twice as
+# fast as those of 32. In `bfloat16` a number keeps its range and loses
+# digits: 8 bits of precision, where a `float32` has 24. So only the factors
+# of the products are rounded, in training; sums are in 32 bits, and so are
+# the weights, Adam's moments, norms and softmax. The model stays as it is:
+# its linear maps change their class, not their weights.
+
+
+# %%
+class HalfProduct(torch.autograd.Function):
+    """x Wᵀ + b, forward and backward, from factors in bfloat16."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):  # x (..., I), weight (O, I)
+        factors = x.flatten(0, -2).bfloat16(), weight.bfloat16()
+        ctx.save_for_backward(*factors)
+        ctx.shape, ctx.bias = x.shape, bias is not None
+        y = (factors[0] @ factors[1].T).to(x.dtype)
+        y = y if bias is None else y.add_(bias)
+        return y.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx, gradient):  # (..., O)
+        x, weight = ctx.saved_tensors
+        whole = gradient.reshape(-1, gradient.size(-1))
+        half = whole.bfloat16()
+        at_x = (half @ weight).to(whole.dtype).view(ctx.shape)
+        at_weight = (half.T @ x).to(whole.dtype)
+        return at_x, at_weight, whole.sum(0) if ctx.bias else None
+
+
+# %% [markdown]
+# The linear map that uses it in training:
+
+
+# %%
+class HalfLinear(nn.Linear):
+    """nn.Linear, with `HalfProduct` in training."""
+
+    def forward(self, x):
+        if not self.training:
+            return super().forward(x)
+        return HalfProduct.apply(x, self.weight, self.bias)
+
+
+# %% [markdown]
+# How much is lost:
+
+
+# %%
+@check
+def half_products_are_close():
+    """In 16 bits values and gradients differ by 1 %; in use, by nothing."""
+    plain, half = nn.Linear(64, 32), HalfLinear(64, 32)
+    half.load_state_dict(plain.state_dict())
+    x = torch.randn(5, 7, 64, requires_grad=True)
+    assert half.eval()(x).equal(plain(x))
+    results = []
+    for linear in (plain, half.train()):
+        y = linear(x)
+        inputs = x, *linear.parameters()
+        results.append((y, *torch.autograd.grad(y.square().sum(), inputs)))
+    for one, two in zip(*results):
+        assert 0 < (one - two).norm() < 0.01 * one.norm()
+
+
+# %% [markdown]
+# Does it pay here? On a processor without such instructions it is slower
+# by far. So `--preset laptop` tries both for some milliseconds, and takes the
+# faster one; `--half` and `--no-half` say so at once.
+
+
+# %%
+def half_pays(device, tries=7):
+    """Whether products in bfloat16 are clearly faster on this device."""
+    if device.type == "mps":
+        return False
+    best = {}
+    for kind in (torch.float, torch.bfloat16):
+        x, weight = (torch.ones(n, 256, device=device) for n in (1024, 512))
+        seconds = []
+        for _ in range(tries):
+            began = time.perf_counter()
+            (x.to(kind) @ weight.to(kind).T).float().sum().item()
+            seconds.append(time.perf_counter() - began)
+        best[kind] = min(seconds)
+    return best[torch.bfloat16] < 0.9 * best[torch.float]
+
+
+# %% [markdown]
+# **One product for queries, keys and values**, and one for keys and values
+# of the memory: fewer and larger products. And attention by torch's own
+# function, which we have shown to be equal, and which need not keep the
+# weights of all heads for the backward pass.
+
+
+# %%
+class FusedAttention(MultiHeadAttention):
+    """MultiHeadAttention, with joined products in training."""
+
+    def project(self, x, *maps):
+        """(B, T, D) through several linear maps at once -> (B, H, T, K) …"""
+        weight = torch.cat([linear.weight for linear in maps])
+        half = isinstance(maps[0], HalfLinear)
+        y = HalfProduct.apply(x, weight, None) if half else F.linear(x, weight)
+        return map(self.split, y.chunk(len(maps), dim=-1))
+
+    def forward(self, query, key, value, mask=None):
+        """query (B, T, D), key and value (B, S, D) -> (B, T, D)"""
+        if not self.training or key is not value:
+            return super().forward(query, key, value, mask)
+        if query is key:
+            Q, K, V = self.project(query, self.W_Q, self.W_K, self.W_V)
+        else:
+            [Q] = self.project(query, self.W_Q)
+            K, V = self.project(key, self.W_K, self.W_V)
+        heads = F.scaled_dot_product_attention(
+            Q, K, V, attn_mask=mask, dropout_p=self.drop.p
+        )  # (B, H, T, K)
+        self.weights = None
+        return self.W_O(heads.transpose(1, 2).flatten(-2))  # (B, T, D)
+
+
+# %% [markdown]
+# **The switch** exchanges the classes of a model's parts. Their weights and
+# their names stay.
+
+
+# %%
+FAST = {Dropout: ByteDropout, MultiHeadAttention: FusedAttention}
+HALF = {nn.Linear: HalfLinear}
+
+
+def exchange(model, classes):
+    """Let each part of a class that is a key become one of its value."""
+    for part in model.modules():
+        part.__class__ = classes.get(type(part), type(part))
+    return model
+
+
+def fast(model, half=False):
+    """Give a model's parts their fast form, in place; the same weights.
+
+    `half`: products in bfloat16 as well, in training.
+    """
+    return exchange(model, FAST | HALF if half else FAST)
+
+
+def plain(model):
+    """Give the parts of a fast model their plain form again."""
+    return exchange(model, {new: old for old, new in (FAST | HALF).items()})
+
+
+# %% [markdown]
+# Values and gradients must be the plain model's, and so must the weights
+# after some updates:
+
+
+# %%
+@check
+def fast_form_changes_nothing():
+    """Without dropout, the fast form makes the plain form's updates."""
+    rows = [torch.randint(4, 14, (n,)).tolist() for n in (9, 3, 7, 1)]
+    batch = Batch(pad([[*row, EOS] for row in rows]),
+                  pad([[BOS, *row, EOS] for row in rows]))  # fmt: skip
+    recipe = Recipe(steps=5, warmup=5, batch_tokens=99, max_tokens=99)
+    for norm_first in (False, True):
+        results = []
+        for change, gradient in (
+            (plain, backward),
+            (fast, partial(backward_in_slices, rows=5)),
+        ):
+            torch.manual_seed(0)
+            model = change(tiny_model(norm_first=norm_first).double())
+            batches = itertools.repeat(batch)
+            updates = training(model, batches, recipe, gradient=gradient)
+            losses = [update.loss for update in updates]
+            results.append((losses, *model.state_dict().values()))
+        for one, two in zip(*results):  # rounding, and Adam's division
+            torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
+
+
+# %% [markdown]
+# **Measured on your machine.** The layers are tiny's, the lengths are like
+# those of captions, the words are random. Each form has one means more than
+# the one before. (Adam *fused* makes its step in one pass over the weights.)
+# The forms take turns, and the best of three turns counts.
+
+
+# %%
+FORMS = (
+    "plain, random batches", "batches of like length", "loss in slices",
+    "dropout from bytes", "16-bit products", "fused attention",
+    "fused Adam",
+)  # fmt: skip
+
+
+def random_pairs(number, vocab, seed=0):
+    """Pairs of random ids, with lengths like those of captions."""
+    draw, pairs = random.Random(seed), []
+    for _ in range(number):
+        n = 2 + round(draw.gammavariate(6, 2))
+        src, tgt = (
+            [*draw.choices(range(4, vocab), k=k), EOS]
+            for k in (n, max(2, n + draw.randint(-3, 3)))
+        )
+        pairs.append((src, [BOS, *tgt]))
+    return pairs
+
+
+def random_batches(pairs, size=64, seed=0):
+    """Endless batches of `size` pairs in no order."""
+    draw = random.Random(seed)
+    while True:
+        src, tgt = zip(*draw.sample(pairs, size))
+        yield Batch(pad(src), pad(tgt))
+
+
+# %% [markdown]
+# A form is a generator of updates, from `training`:
+
+
+# %%
+def training_in_form(form, config, pairs, places=1024):
+    """Endless Updates, with the means of FORMS up to `form`."""
+    have = FORMS[: FORMS.index(form) + 1]
+    torch.manual_seed(0)
+    model, classes, half = Transformer(config), {}, "16-bit products" in have
+    classes |= {Dropout: ByteDropout} if "dropout from bytes" in have else {}
+    classes |= HALF if half else {}
+    classes |= FAST if "fused attention" in have else {}
+    exchange(model, classes)
+    batches = random_batches(pairs)
+    if "batches of like length" in have:
+        batches = stream(pairs, places, 0)
+    gradient = backward
+    if "loss in slices" in have:
+        gradient = partial(backward_in_slices, half=half)
+    recipe = Recipe(warmup=400, batch_tokens=places, max_tokens=places)
+    optimizer = adam(model, fused="fused Adam" in have)
+    return training(model, batches, recipe, optimizer, gradient=gradient)
+
+
+def speeds(vocab=5000, turns=3, forms=None):
+    """{form: real target tokens a second, the best of some turns}"""
+    pairs = random_pairs(2000, vocab)
+    config = Config(vocab, vocab, **PRESETS["tiny"])
+    forms = forms or [
+        f for f in FORMS if "16" not in f or half_pays(pick_device("cpu"))
+    ]
+    runs = {form: training_in_form(form, config, pairs) for form in forms}
+    best = dict.fromkeys(runs, 0.0)
+    for turn in range(turns + 1):
+        for form, updates in runs.items():
+            few = list(itertools.islice(updates, 2))
+            rate = sum(u.tokens for u in few) / sum(u.seconds for u in few)
+            if turn:  # the first warms up
+                best[form] = max(best[form], rate)
+    return best
+
+
+# %% [markdown]
+# How far is that from the limit? PyTorch counts the operations of one update
+# in products. The best that can be is the machine's rate of products over the
+# operations for a token: for the form in 16 bits the rate in 16 bits.
+
+
+# %%
+def operations_per_token(vocab=5000):
+    """Operations in products, for each real target token of an update."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    config = Config(vocab, vocab, **PRESETS["tiny"])
+    pairs = random_pairs(2000, vocab)
+    updates = training_in_form("batches of like length", config, pairs)
+    with FlopCounterMode(display=False) as counter:
+        update = next(updates)
+    return counter.get_total_flops() / update.tokens
+
+
+@example
+def one_means_after_another():
+    alt, best = altair(), speeds()
+    each = operations_per_token()
+    base = best[FORMS[0]]
+    print(f"{each / 1e6:.1f} million operations for a token")
+    print("tokens/s  times  of the limit")
+    for form, rate in best.items():
+        half = "16-bit products" in FORMS[: FORMS.index(form) + 1]
+        limit = product_rate(torch.bfloat16 if half else torch.float) / each
+        print(f"{rate:8,.0f}  {rate / base:5.1f}  {rate / limit:12.0%}", form)
+    bars = alt.Chart(
+        frame(form=list(best), rate=[round(rate) for rate in best.values()],
+              times=[f"{rate / base:.1f} times" for rate in best.values()])
+    ).encode(
+        alt.X("rate:Q", title="real target tokens a second"),
+        alt.Y("form:N", sort=None, title=None, axis=alt.Axis(labelLimit=300)),
+    )  # fmt: skip
+    text = bars.mark_text(align="left", dx=4).encode(text="times:N")
+    return (bars.mark_bar(color=PALETTE[0]) + text).properties(
+        title="One means after another",
+        description="Bar chart of the tokens a second that each form of "
+        "training makes on this machine, from the plainest to the fastest.",
+    )
+
+
+# %% [markdown]
+# **What to notice.** On the machine where this notebook was run, three means
+# do nearly all: the batches, the loss, and the products. Fused attention and
+# fused Adam hardly matter on a processor, for sentences so short; they
+# save a GPU many small calls. And the last form is not at the limit: what
+# remains are the many small operations between the products, which wait for
+# memory.
+#
+# `torch.compile` promises to join those. With `train --compile` you may try
+# it. It needs a C++ compiler and a minute or two to begin with.
+
 
 # %% [markdown]
 # ### Writing, sooner
@@ -3085,7 +3469,8 @@ def train_copy(seed=0, device="cpu"):
     model = Transformer(COPY).to(device)
     batches = stream(train, COPY_RECIPE.max_tokens, seed, device)
     losses, perfect = [], 0
-    updates = training(model, batches, COPY_RECIPE)
+    gradient = backward_in_slices
+    updates = training(fast(model), batches, COPY_RECIPE, gradient=gradient)
     for update in progress(updates, COPY_RECIPE, title="copy task"):
         losses.append(update.loss)
         if update.step % 50 == 0:
@@ -4392,7 +4777,9 @@ def toy_translator(seed=0):
     pairs = [translator.encode_texts(*pair) for pair in train]
     recipe, losses = Recipe(**TOY_RECIPE, seed=seed), []
     batches = stream(pairs, recipe.max_tokens, seed)
-    updates = training(translator.model, batches, recipe)
+    updates = training(
+        fast(translator.model), batches, recipe, gradient=backward_in_slices
+    )
     for update in progress(updates, recipe, title="German-English"):
         losses.append(update.loss)
         if NOTEBOOK and update.step % 200 == 0:
@@ -5308,105 +5695,6 @@ def attention_against_the_alignment():
 # gradients reach all layers from the start (Xiong et al., 2020; *Post-norm
 # against pre-norm* above).
 #
-# **Products in 16 bits.** Nearly all of an update's arithmetic is products of
-# matrices, and some processors multiply numbers of 16 bits about twice as
-# fast as those of 32. In `bfloat16` a number keeps its range and loses
-# digits: 8 bits of precision, where a `float32` has 24. So only the factors
-# of the products are rounded, in training; sums are in 32 bits, and so are
-# the weights, Adam's moments, norms and softmax. The model stays as it is:
-# its linear maps change their class, not their weights.
-
-
-# %%
-class HalfProduct(torch.autograd.Function):
-    """x Wᵀ + b, forward and backward, from factors in bfloat16."""
-
-    @staticmethod
-    def forward(ctx, x, weight, bias):  # x (..., I), weight (O, I)
-        factors = x.flatten(0, -2).bfloat16(), weight.bfloat16()
-        ctx.save_for_backward(*factors)
-        ctx.shape, ctx.bias = x.shape, bias is not None
-        y = (factors[0] @ factors[1].T).to(x.dtype)
-        y = y if bias is None else y.add_(bias)
-        return y.view(*x.shape[:-1], -1)
-
-    @staticmethod
-    def backward(ctx, gradient):  # (..., O)
-        x, weight = ctx.saved_tensors
-        whole = gradient.reshape(-1, gradient.size(-1))
-        half = whole.bfloat16()
-        at_x = (half @ weight).to(whole.dtype).view(ctx.shape)
-        at_weight = (half.T @ x).to(whole.dtype)
-        return at_x, at_weight, whole.sum(0) if ctx.bias else None
-
-
-# %% [markdown]
-# The linear map that uses it in training:
-
-
-# %%
-class HalfLinear(nn.Linear):
-    """nn.Linear, with `HalfProduct` in training."""
-
-    def forward(self, x):
-        if not self.training:
-            return super().forward(x)
-        return HalfProduct.apply(x, self.weight, self.bias)
-
-
-def halve_products(model):
-    """Let the model's linear maps multiply in bfloat16 when it trains."""
-    for module in model.modules():
-        if type(module) is nn.Linear:
-            module.__class__ = HalfLinear
-
-
-# %% [markdown]
-# How much is lost:
-
-
-# %%
-@check
-def half_products_are_close():
-    """In 16 bits values and gradients differ by 1 %; in use, by nothing."""
-    plain, half = nn.Linear(64, 32), nn.Sequential(nn.Linear(64, 32))
-    half[0].load_state_dict(plain.state_dict())
-    halve_products(half)
-    x = torch.randn(5, 7, 64, requires_grad=True)
-    assert half.eval()(x).equal(plain(x))
-    results = []
-    for linear in (plain, half.train()):
-        y = linear(x)
-        inputs = x, *linear.parameters()
-        results.append((y, *torch.autograd.grad(y.square().sum(), inputs)))
-    for one, two in zip(*results):
-        assert 0 < (one - two).norm() < 0.01 * one.norm()
-
-
-# %% [markdown]
-# Does it pay here? On a processor without such instructions it is slower
-# by far. So `--preset laptop` tries both for some milliseconds, and takes the
-# faster one; `--half` and `--no-half` say so at once.
-
-
-# %%
-def half_pays(device, tries=7):
-    """Whether products in bfloat16 are clearly faster on this device."""
-    if device.type == "mps":
-        return False
-    best = {}
-    for kind in (torch.float, torch.bfloat16):
-        x, weight = (torch.ones(n, 256, device=device) for n in (1024, 512))
-        seconds = []
-        for _ in range(tries):
-            began = time.perf_counter()
-            (x.to(kind) @ weight.to(kind).T).float().sum().item()
-            seconds.append(time.perf_counter() - began)
-        best[kind] = min(seconds)
-    return best[torch.bfloat16] < 0.9 * best[torch.float]
-
-
-# %% [markdown]
 # **A rate that falls to zero.** Equation 3 never gets small. If you know
 # when you will stop, let the rate fall linearly to 0 at that moment.
 #
@@ -5525,7 +5813,7 @@ def disagreement_is_two_divergences():
     rows = [digits("71920"), digits("44")]
     batch = Batch(pad(rows), pad([[BOS, *row] for row in rows]))
     gradients = []
-    for gradient in (backward, backward_r_drop):
+    for gradient in (backward_in_slices, backward_r_drop):
         model.zero_grad()
         gradient(model, batch, batch.count(), 0.1)
         gradients.append([w.grad.clone() for w in model.parameters()])
@@ -6632,7 +6920,7 @@ def train_translator(run, train, val, recipe, folder, options):
     """Train and keep checkpoints in `folder`.
 
     `options`: `device`, `resume`, `save_every`, `average` (how many
-    checkpoints), `tensorboard`, and `say` (prints a line).
+    checkpoints), `tensorboard`, `compile`, and `say` (prints a line).
     """
     device, say = options["device"], options["say"]
     rank, number = place()
@@ -6652,11 +6940,12 @@ def train_translator(run, train, val, recipe, folder, options):
         epochs(run, train, recipe), recipe.max_tokens, recipe.seed, device,
         skip,
     )  # fmt: skip
-    gradient = partial(backward, half=recipe.half)
+    gradient = partial(backward_in_slices, half=recipe.half)
     if recipe.r_drop:
         gradient = partial(backward_r_drop, alpha=recipe.r_drop)
-    if recipe.half:
-        halve_products(run.model)
+    fast(run.model, recipe.half)
+    if options.get("compile"):
+        run.model.states = torch.compile(run.model.states, dynamic=True)
     if number > 1:
         gradient = SharedGradient(run.model, gradient, recipe.accumulate)
     updates = training(
@@ -6856,12 +7145,12 @@ class States(nn.Module):
 
 
 # %% [markdown]
-# What stands in the place of `backward`. `DistributedDataParallel` divides
-# the sum of the gradients by the number of processes. We want the sum, so
-# each divides by the tokens *over* that number. Where an update consists of
-# several parts, `no_sync` lets their gradients pile up, and only the last
-# part sends them. To `backward` this object is the model: it has all that
-# `backward` asks for.
+# What stands in the place of `backward_in_slices`. `DistributedDataParallel`
+# divides the sum of the gradients by the number of processes. We want the
+# sum, so each divides by the tokens *over* that number. Where an update
+# consists of several parts, `no_sync` lets their gradients pile up, and only
+# the last part sends them. To the gradient's function this object is the
+# model: it has all that is asked for.
 
 
 # %%
@@ -7666,6 +7955,8 @@ def run_train(args):
     announce(device)
     if args.tensorboard:
         check_tensorboard()
+    if args.compile:
+        check_compiler(device)
     recipe, sizes, pieces = settings_of(args)
     languages = args.src, args.tgt
     facts = {"languages": list(languages), "preset": args.preset}
@@ -7685,8 +7976,8 @@ def run_train(args):
             files = corpus.wanted["files"]
             names = " and ".join(set(files) & set(corpus.changed) or files)
             raise InputError(
-                f"{folder}: cannot resume, {names} changed since the run began; "
-                "restore the corpus, or start anew with another --out"
+                f"{folder}: cannot resume, {names} changed since the run "
+                "began; restore the corpus, or start anew with another --out"
             )
         torch.manual_seed(args.seed)
         if start:
@@ -7721,6 +8012,7 @@ def run_train(args):
         "save_every": args.save_every,
         "average": args.average,
         "tensorboard": args.tensorboard,
+        "compile": args.compile,
         "say": say,
     }
     train_translator(run, train, val, recipe, folder, options)
@@ -7851,6 +8143,18 @@ def check_tensorboard():
         raise InputError(
             "--tensorboard needs a package: pip install tensorboard"
         ) from None
+
+
+# %% [markdown]
+# And one program:
+
+
+# %% tags=["plumbing"]
+def check_compiler(device):
+    """InputError where torch.compile would find no C++ compiler."""
+    names = os.environ.get("CXX", "g++"), "clang++", "cl"
+    if device.type == "cpu" and not any(map(shutil.which, names)):
+        raise InputError("--compile needs a C++ compiler: install g++")
 
 
 # %% [markdown]
@@ -8172,6 +8476,8 @@ def add_training(train):
     option("--average", type=int, default=5, metavar="K", help=text)
     option("--resume", action="store_true", help="go on with the run in DIR")
     option("--tensorboard", action="store_true", help="write its files too")
+    text = "let torch.compile join small operations"
+    option("--compile", action="store_true", help=text)
     levers = train.add_argument_group("levers beyond the paper")
     add_numbers(levers, LEVERS)
     option = levers.add_argument
