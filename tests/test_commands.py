@@ -87,7 +87,8 @@ def test_help_lists_every_command(capsys):
 OPTIONS = {
     "copy": "--device --seed",
     "train": "--device --corpus --src --tgt --preset --out --steps --seed "
-    "--pieces --warmup --factor --batch-tokens --average --tensorboard "
+    "--pieces --warmup --factor --batch-tokens --max-tokens --average "
+    "--tensorboard "
     "--norm-first --dropout --attention-dropout --decay --ema --r-drop "
     "--bpe-dropout --both --half --save-every --resume",
     "translate": "--device --model --beam --alpha --reverse --nbest sentence",
