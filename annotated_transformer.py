@@ -6742,7 +6742,8 @@ class Run:
             states = torch.atleast_2d(state["random"])
             (rank, number), seed = place(), self.description["recipe"]["seed"]
             if len(states) == number:
-                set_random_state(states[rank], device)
+                own = states[rank].clone()  # torch reads views wrongly
+                set_random_state(own, device)
             else:
                 torch.manual_seed(own_seed(f"{seed} {self.step}", rank))
         except (RuntimeError, LookupError, TypeError, ValueError) as error:
@@ -7129,7 +7130,9 @@ def shares_add_up_to_the_whole():
 # %% [markdown]
 # PyTorch's class watches a module's call, and when autograd has finished a
 # gradient, sends it off while the others are still being computed. In our
-# loss, autograd begins at the states. So that is the call to watch:
+# loss, autograd begins at the states. So that is the call to watch. (The
+# module holds the model's weights and nothing else: its tables, such as that
+# of positions, never change and need no sending.)
 
 
 # %%
@@ -7138,10 +7141,11 @@ class States(nn.Module):
 
     def __init__(self, model):
         super().__init__()
-        self.model = model
+        self.weights = nn.ParameterList(model.parameters())
+        self.run = model.states
 
     def forward(self, src, tgt):  # (B, S), (B, T) -> (B, T, D)
-        return self.model.states(src, tgt)
+        return self.run(src, tgt)
 
 
 # %% [markdown]
@@ -7165,9 +7169,7 @@ class SharedGradient:
         self.gradient, self.parts, self.calls = gradient, parts, 0
         self.tgt_embedding = model.tgt_embedding
         self.states = nn.parallel.DistributedDataParallel(
-            States(model),
-            broadcast_buffers=False,
-            gradient_as_bucket_view=True,
+            States(model), gradient_as_bucket_view=True
         )
 
     def __call__(self, model, batch, tokens, smoothing):
@@ -7329,9 +7331,34 @@ def own_device(name):
 
 # %% [markdown]
 # `torchrun` tells each process by environment variables who it is. They meet
-# in a *store*, a small table of keys and values that one process serves. On
-# GPUs tensors travel by NVIDIA's library NCCL, otherwise by gloo. Who waits
-# for the first process may have to wait long, while it prepares a corpus.
+# in a *store*, a small table of keys and values that one process serves. If
+# some were killed and started anew, the store may still hold what the dead
+# have written. So each says hello under a name that was never used, and the
+# first, who answers, gives the name of this meeting:
+
+
+# %% tags=["plumbing"]
+def name_of_meeting(store, rank, number):
+    """A name common to all processes that are alive, and to no others."""
+    own = os.urandom(8).hex()
+    if rank:
+        store.set(f"hello {rank}", own)
+        name = store.get(f"answer to {own}").decode()  # waits for it
+        store.add(name, 1)
+        return name
+    while store.add(own, 0) < number - 1:
+        for other in range(1, number):
+            if store.check([f"hello {other}"]):
+                name = store.get(f"hello {other}").decode()
+                store.set(f"answer to {name}", own)
+        time.sleep(0.01)
+    return own
+
+
+# %% [markdown]
+# On GPUs tensors travel by NVIDIA's library NCCL, otherwise by gloo. Who
+# waits for the first process may have to wait long, while it prepares a
+# corpus; so the patience is of two hours.
 
 
 # %% tags=["plumbing"]
@@ -7345,6 +7372,7 @@ def join_processes():
 
     patience = timedelta(hours=2)
     store, rank, number = next(dist.rendezvous("env://", timeout=patience))
+    store = dist.PrefixStore(name_of_meeting(store, rank, number), store)
     nccl = torch.cuda.is_available() and dist.is_nccl_available()
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if nccl else "gloo", timeout=patience,

@@ -158,9 +158,24 @@ SLIPS = {
         "accumulated_gradient_is_the_large_one",
     ),
     "the words' own gradient lost": (
-        "    weight.grad += at_weight",
-        "    weight.grad += 0 * at_weight",
+        "    add_gradient(weight, at_weight)",
+        "    add_gradient(weight, 0 * at_weight)",
         "accumulated_gradient_is_the_large_one",
+    ),
+    "a gradient of the words that replaces the last": (
+        "        weight.grad += gradient",
+        "        weight.grad = gradient.to(weight.dtype)",
+        "accumulated_gradient_is_the_large_one",
+    ),
+    "a pair that no process takes": (
+        "batch.src[rank::number], batch.tgt[rank::number]",
+        "batch.src[rank + 1 :: number], batch.tgt[rank + 1 :: number]",
+        "shares_add_up_to_the_whole",
+    ),
+    "a pair that counts though it was only borrowed": (
+        "    tgt[:, 1:] = PAD",
+        "    tgt[:, 1:] = tgt[:, 1:].clone()",
+        "shares_add_up_to_the_whole",
     ),
     "smoothing that pulls the other way": (
         "q.exp_().sub_(even)",

@@ -87,8 +87,9 @@ def test_help_lists_every_command(capsys):
 OPTIONS = {
     "copy": "--device --seed",
     "train": "--device --corpus --src --tgt --preset --out --steps --seed "
-    "--cache "
-    "--pieces --warmup --factor --batch-tokens --average --tensorboard "
+    "--cache --from --compile "
+    "--pieces --warmup --factor --batch-tokens --max-tokens --average "
+    "--tensorboard "
     "--norm-first --dropout --attention-dropout --decay --ema --r-drop "
     "--bpe-dropout --both --half --save-every --resume",
     "translate": "--device --model --beam --alpha --reverse --int8 --nbest "
