@@ -133,8 +133,8 @@ SLIPS = {
         "evaluation_is_deterministic",
     ),
     "smoothing over all words but one": (
-        "smoothing / vocab)\n    rows",
-        "smoothing / (vocab - 1))\n    rows",
+        "smoothing / vocab)\n    targets",
+        "smoothing / (vocab - 1))\n    targets",
         "smoothed_loss_equals_torch",
     ),
     "smoothing on padding rows": (
@@ -143,29 +143,34 @@ SLIPS = {
         "smoothed_loss_equals_torch",
     ),
     "each part divided by its own tokens": (
-        "gradient = q.div_(tokens)",
-        "gradient = q.div_(len(labels))",
+        "    (total / tokens).backward()",
+        "    (total / batch.count()).backward()",
         "accumulated_gradient_is_the_large_one",
+    ),
+    "each part divided by its own tokens, in slices": (
+        "gradient = p.div_(tokens)",
+        "gradient = p.div_(2 * len(labels))",
+        "fast_form_changes_nothing",
     ),
     "padding counted in the loss": (
         "real = batch.labels != PAD  # (B, T)",
         "real = batch.labels >= PAD  # (B, T)",
-        "accumulated_gradient_is_the_large_one",
+        "fast_form_changes_nothing",
     ),
     "a slice of the loss lost": (
         "zip(states.split(rows), labels.split(rows))",
         "zip(states.split(rows)[:2], labels.split(rows))",
-        "accumulated_gradient_is_the_large_one",
+        "fast_form_changes_nothing",
     ),
     "the words' own gradient lost": (
         "    add_gradient(weight, at_weight)",
         "    add_gradient(weight, 0 * at_weight)",
-        "accumulated_gradient_is_the_large_one",
+        "fast_form_changes_nothing",
     ),
     "a gradient of the words that replaces the last": (
         "        weight.grad += gradient",
         "        weight.grad = gradient.to(weight.dtype)",
-        "accumulated_gradient_is_the_large_one",
+        "fast_form_changes_nothing",
     ),
     "a pair that no process takes": (
         "batch.src[rank::number], batch.tgt[rank::number]",
@@ -178,9 +183,9 @@ SLIPS = {
         "shares_add_up_to_the_whole",
     ),
     "smoothing that pulls the other way": (
-        "q.exp_().sub_(even)",
-        "q.exp_().add_(even)",
-        "accumulated_gradient_is_the_large_one",
+        "p.sub_(even)",
+        "p.add_(even)",
+        "fast_form_changes_nothing",
     ),
     "one factor for all rows": (
         "factor = x.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 127",
