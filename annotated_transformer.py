@@ -6664,6 +6664,7 @@ def run_train(args):
     if saved:
         check_same_facts(saved, facts, folder)
     texts, val = training_pairs(args.corpus, *languages)
+    torch.manual_seed(args.seed)
     start = load_start(args, recipe) if args.start else None
     corpus = training_corpus(args, texts, pieces, recipe.both, start)
     say(texts.report(val))
@@ -6675,7 +6676,6 @@ def run_train(args):
             f"{folder}: cannot resume, {names} changed since the run began; "
             "restore the corpus, or start anew with another --out"
         )
-    torch.manual_seed(args.seed)
     if start:
         translator = start
         facts["start"] = sha256(Path(args.start) / "weights.pt")

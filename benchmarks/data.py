@@ -73,7 +73,7 @@ def measure(folder, pieces):
     import annotated_transformer as book
 
     unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, in bytes
-    clock, path = Clock(), folder / "pairs.pt"
+    clock, path, busy = Clock(), folder / "pairs.pt", time.process_time()
     texts, _ = book.training_pairs(folder, "xx", "yy")
     corpus = book.EncodedCorpus(texts, path, pieces=pieces)
     clock.lap("digests")
@@ -94,6 +94,7 @@ def measure(folder, pieces):
         "real_tokens_of_first_batches": sum(b.count() for b in first),
         "seconds": clock.seconds,
         "total_seconds": sum(clock.seconds.values()),
+        "processor_seconds": time.process_time() - busy,
         "megabytes_on_disk": path.stat().st_size / 1e6,
         "peak_megabytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         * unit / 1e6,
@@ -116,7 +117,8 @@ def show(first, second):
     stages = ", ".join(f"{k} {v:.1f}" for k, v in first["seconds"].items())
     print(
         f"{n:9,} pairs, {first['tokens'] / n:.1f} tokens each: {total:.1f} s "
-        f"({stages}), {n / total:,.0f} pairs/s\n"
+        f"({stages}), {n / total:,.0f} pairs/s, of a processor "
+        f"{first['processor_seconds']:.1f} s\n"
         f"{'':10}peak memory {first['peak_megabytes']:,.0f} MB, on disk "
         f"{first['megabytes_on_disk']:,.1f} MB; second start "
         f"{second['total_seconds']:.1f} s, {second['peak_megabytes']:,.0f} MB",
