@@ -24,7 +24,7 @@
 #
 # **In half an hour: the model.** Read from *3 The model* as far as *The same
 # as torch's own Transformer*. Pass over the cells that begin with `@check`
-# (each only proves what stands before it) and over the class `Dropout`. Then
+# (each only proves what stands before it). Then
 # read *Batches* in Section 5.1, the first page of *Greedy decoding*, and *A
 # first example: copying*. End with the pictures in *Looking at attention*.
 #
@@ -124,6 +124,7 @@ if "google.colab" in sys.modules:
 # %%
 import argparse
 import contextlib
+import copy
 import functools
 import gzip
 import hashlib
@@ -136,6 +137,7 @@ import mmap
 import os
 import random
 import re
+import shutil
 import tempfile
 import time
 import urllib.request
@@ -605,53 +607,23 @@ def layer_norm_equals_torch():
 #
 # *Dropout* falls on the sub-layer's output, before the sum. In training it
 # sets each number to 0 with probability p and divides the others by 1 − p,
-# so that nothing may rely on a single number; in use it does nothing.
-#
-# In one line it is `x * (torch.rand_like(x) >= p) / (1 - p)`, and you may
-# read the class below as that line. The rest is for speed: without a GPU it
-# draws one random byte for each number, not a whole float.
-#
-# *Differs from the paper*: so p is rounded to a multiple of 1/256, and 0.1
-# becomes 0.1016.
+# so that nothing may rely on a single number; in use it does nothing. *Making
+# it fast*, below, has a quicker form of it.
 
 
 # %%
 class Dropout(nn.Module):
-    """Dropout of rate p (Section 5.4), from random bytes on a processor."""
+    """Dropout of rate p (Section 5.4)."""
 
     def __init__(self, p):
         super().__init__()
         self.p = p
 
     def forward(self, x):
-        limit = min(255, round(256 * self.p))  # bytes below it mean "drop"
-        if not self.training or limit == 0:
+        if not self.training or self.p == 0:
             return x
-        if x.device.type != "cpu":
-            return F.dropout(x, limit / 256)
-        draws = torch.empty(x.numel() // 8 + 1, dtype=torch.int64)
-        draws.random_(-(2**63), None)  # all 64 bits are random
-        keep = draws.view(torch.uint8)[: x.numel()].view(x.shape) >= limit
-        return x * (keep.to(x.dtype) * (256 / (256 - limit)))
-
-
-# %% [markdown]
-# Bytes are coarse, so it is worth a check that the share of zeros and the
-# mean are right:
-
-
-# %%
-@check
-def dropout_keeps_the_mean():
-    """About p of the numbers vanish; the rest grow to keep the mean."""
-    drop = Dropout(0.25)
-    x = torch.ones(1001, 997)
-    y = drop(x)
-    assert set(y.unique().tolist()) == {0.0, torch.tensor(4 / 3).item()}
-    for part in (y, y[::2], y[:, ::8], y[:, 7::8]):
-        assert abs(part.mean() - 1) < 0.01
-    assert not drop(x).equal(y)
-    assert drop.eval()(x) is x
+        keep = torch.rand_like(x) >= self.p
+        return x * keep / (1 - self.p)
 
 
 # %% [markdown]
@@ -1997,10 +1969,14 @@ def learning_rate(n, d_model=512, warmup=4000, factor=1.0):
 
 
 # %%
-def adam(model):
-    """The paper's Adam; `training` sets the rate before each update."""
+def adam(model, fused=None):
+    """The paper's Adam; `training` sets the rate before each update.
+
+    `fused`: make the step in one pass; the default is where torch can.
+    """
     weights = list(model.parameters())
-    fused = weights[0].device.type in ("cpu", "cuda")  # one pass, same numbers
+    if fused is None:
+        fused = weights[0].device.type in ("cpu", "cuda")
     betas = (0.9, 0.98)
     return torch.optim.Adam(weights, lr=0, betas=betas, eps=1e-9, fused=fused)
 
@@ -2067,7 +2043,7 @@ def evaluation_is_deterministic():
 def smoothed_targets(labels, vocab, smoothing=0.1):
     """(R,) token ids -> the target distributions (R, V)."""
     targets = torch.full((len(labels), vocab), smoothing / vocab)
-    rows = torch.arange(len(labels))
+    targets, rows = targets.to(labels.device), torch.arange(len(labels))
     targets[rows, labels] += 1 - smoothing
     return targets * (labels != PAD)[:, None]
 
@@ -2256,85 +2232,25 @@ class Recipe:
 # of tokens in *all* parts. Dividing each by its own number, or not at
 # all, are both common, and wrong.
 #
-# In three lines, the step of one batch would be:
-#
-# ```python
-# logits = model(batch.src, batch.read)  # (B, T, V)
-# total = smoothed_loss(logits.flatten(0, 1), batch.labels.flatten())
-# (total / tokens).backward()
-# ```
-#
-# The two cells below compute the same, sooner and in less memory. If you are
-# here for the model, go on to the loop.
-#
-# **The loss, a slice at a time.** For 4,096 positions and 10,000 words the
-# logits are 164 megabytes, and the softmax and its gradient walk over them
-# several times, waiting for memory. But each row of logits needs only its own
-# state. So we cut the states into slices, and finish each slice while it lies
-# in the cache. Nor do we need autograd for it, since the gradient of the
-# cross-entropy at the logits is the simplest there could be:
-#
-# $$\frac{\partial L}{\partial z} = \mathrm{softmax}(z) - t$$
-#
-# the probabilities found minus those wanted (t is the smoothed target). Two
-# products of matrices carry it on, one to the states and one to the embedding
-# matrix. The slices' gradients together are the gradient at the states, from
-# which `backward` goes on. Padding is left out from the start.
+# `smoothed_loss` gives rows of padding nothing, so that they can stay in.
 
 
 # %%
-def loss_and_gradients(states, labels, weight, tokens, smoothing, rows=256):
-    """The summed smoothed loss, and its gradients divided by `tokens`.
-
-    states (R, D), labels (R,), weight (V, D), the first and last of one
-    type, float32 or bfloat16. Returns the loss, the gradients at the
-    states (R, D) and at the weight (V, D); `rows`: positions in a slice.
-    """
-    full = torch.promote_types(weight.dtype, torch.float)  # of all sums
-    even, total = smoothing / len(weight), 0.0  # even: for every word
-    at_states, at_weight = [], torch.zeros_like(weight, dtype=full)
-    for x, y in zip(states.split(rows), labels.split(rows)):
-        q = (x @ weight.T).to(full).log_softmax(-1)  # (rows, V)
-        right = q.gather(1, y[:, None])
-        total -= (1 - smoothing) * right.sum() + even * q.sum()
-        q.exp_().sub_(even)  # softmax minus target, in place
-        q.scatter_add_(1, y[:, None], torch.full_like(right, smoothing - 1))
-        gradient = q.div_(tokens).to(weight.dtype)
-        at_states.append(gradient @ weight)
-        at_weight += gradient.T @ x
-    return total, torch.cat(at_states), at_weight
-
-
-# %% [markdown]
-# `backward` runs the model up to the states, takes the loss and its gradient
-# from above, and lets autograd go on from there:
-
-
-# %%
-def backward(model, batch, tokens, smoothing, rows=256, half=False):
+def backward(model, batch, tokens, smoothing):
     """Add the gradient of (summed loss / tokens); return the summed loss.
 
-    `tokens`: real target tokens in the whole update. `rows`: positions
-    in a slice of the loss. `half`: its products in bfloat16.
+    `tokens`: real target tokens in the whole update.
     """
-    real = batch.labels != PAD  # (B, T)
-    states = model.states(batch.src, batch.read)[real]  # (R, D)
-    weight = model.tgt_embedding.weight
-    kind = torch.bfloat16 if half else weight.dtype
-    total, at_states, at_weight = loss_and_gradients(
-        states.detach().to(kind), batch.labels[real],
-        weight.detach().to(kind), tokens, smoothing, rows,
-    )  # fmt: skip
-    states.backward(at_states.to(states.dtype))
-    weight.grad += at_weight  # beside what the embedding got
-    return total
+    logits = model(batch.src, batch.read).flatten(0, 1)  # (B·T, V)
+    total = smoothed_loss(logits, batch.labels.flatten(), smoothing)
+    (total / tokens).backward()
+    return total.detach()
 
 
 # %% [markdown]
-# Slices, padding and accumulation must not be visible in the result. One
-# check covers all three: the gradient of a large batch computed in the
-# plain way, against parts with different amounts of padding, in slices of
-# 5 rows.
+# Padding and accumulation must not be visible in the result. One check
+# covers both: the gradient of a large batch, against parts with
+# different amounts of padding.
 
 
 # %%
@@ -2355,7 +2271,7 @@ def accumulated_gradient_is_the_large_one():
     expected = torch.autograd.grad(plain, list(model.parameters()))
     for part in (slice(0, 1), slice(1, 3), slice(3, 6)):
         small = Batch(pad(src[part]), pad(tgt[part]))
-        backward(model, small, whole.count(), 0.1, rows=5)
+        backward(model, small, whole.count(), 0.1)
     gradients = [weight.grad for weight in model.parameters()]
     torch.testing.assert_close(gradients, list(expected))
 
@@ -2570,6 +2486,11 @@ class Cache:
             for layer in model.decoder.layers
         ]
 
+    @classmethod
+    def begin(cls, model, src, width=1):
+        """A cache for (A, S) source ids, of which nothing is written yet."""
+        return cls(model, *model.encode(src), width)
+
     @staticmethod
     def keys_and_values(heads, x):
         """(A, S, D) -> two of (A, H, S, K)"""
@@ -2623,14 +2544,18 @@ class Cache:
 
 
 # %%
-def greedy(model, src, extra=50):
-    """`greedy_plain`, with keys and values kept: the same words, sooner."""
+def greedy(model, src, extra=50, begin=None):
+    """`greedy_plain`, with keys and values kept: the same words, sooner.
+
+    `begin(src)` makes the cache, if it is to be another than `Cache`.
+    """
+    begin = begin or partial(Cache.begin, model)
     limits = (src != PAD).sum(-1) + extra  # (B,)
     outputs = [[] for _ in src]
     alive = torch.arange(len(src), device=src.device)  # (A,)
     words = torch.full((len(src),), BOS, device=src.device)
     with evaluating(model):
-        cache = Cache(model, *model.encode(src))
+        cache = begin(src)
         while len(alive):
             logits = forbid_specials(cache.read(words))  # (A, V)
             words = logits.argmax(-1)  # (A,)
@@ -2742,6 +2667,758 @@ def batching_changes_no_translation():
 
 
 # %% [markdown]
+# ## Making it fast
+#
+# What stands above is the model as one would explain it. This chapter makes
+# it fast on the machine at hand, and proves after each step that it computes
+# the same. The weights stay where they are, so a model can be trained in one
+# form and used in the other. (Nothing later depends on how this is done: you
+# may go on to *A first example*.)
+#
+# ### What the machine can do
+#
+# Two numbers bound all that follows: how many operations a second the machine
+# makes in products of matrices, and how many bytes a second it reads and
+# writes. An operation on a matrix that does little with each number, such as
+# a sum, a mask or a softmax, is bound by the second.
+
+
+# %%
+def best_seconds(work, tries=5):
+    """The shortest time of some calls, after one to warm up."""
+    seconds = []
+    for _ in range(tries + 1):
+        began = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - began)
+    return min(seconds[1:])
+
+
+def product_rate(kind=torch.float, rows=1024):
+    """Operations a second in products (rows, 512) · (512, 2048)."""
+    x, weight = torch.randn(rows, 512), torch.randn(2048, 512)
+    x, weight = x.to(kind), weight.to(kind)
+    return 2 * rows * 512 * 2048 / best_seconds(lambda: x @ weight.T, 20)
+
+
+@example
+def what_the_machine_can_do():
+    for kind in (torch.float, torch.bfloat16):
+        print(f"{product_rate(kind) / 1e9:4.0f} · 10⁹ operations/s, {kind}")
+    one, two = torch.ones(2, 2**24)
+    rate = 2 * one.nbytes / best_seconds(lambda: two.copy_(one))
+    print(f"{rate / 1e9:4.1f} · 10⁹ bytes/s, a copy from memory to memory")
+    print(f"{torch.get_num_threads():4} threads")
+
+
+# %% [markdown]
+# ### Training, sooner
+#
+# **Padding** comes first, and is done: batches of like lengths (Section 5.1)
+# are the largest gain of all.
+#
+# **The loss, a slice at a time.** For 4,096 positions and 10,000 words the
+# logits are 164 megabytes, and the softmax and its gradient walk over them
+# several times, waiting for memory. But each row of logits needs only its own
+# state. So we cut the states into slices, and finish each slice while it lies
+# in the cache. Nor do we need autograd for it, since the gradient of the
+# cross-entropy at the logits is the simplest there could be:
+#
+# $$\frac{\partial L}{\partial z} = \mathrm{softmax}(z) - t$$
+#
+# the probabilities found minus those wanted (t is the smoothed target). The
+# loss itself needs log Σ e^z, and has it for nothing: it is the largest z
+# minus the logarithm of the largest probability. Two products of matrices
+# carry the gradient on, one to the states and one to the embedding matrix.
+# Padding is left out from the start.
+
+
+# %%
+def loss_and_gradients(states, labels, weight, tokens, smoothing, rows=256):
+    """The summed smoothed loss, and its gradients divided by `tokens`.
+
+    states (R, D), labels (R,), weight (V, D), the first and last of one
+    type, float32 or bfloat16. Returns the loss, the gradients at the
+    states (R, D) and at the weight (V, D); `rows`: positions in a slice.
+    """
+    full = torch.promote_types(weight.dtype, torch.float)  # of all sums
+    even, total = smoothing / len(weight), 0.0  # even: for every word
+    at_states, at_weight = [], torch.zeros_like(weight, dtype=full)
+    for x, y in zip(states.split(rows), labels.split(rows)):
+        z = (x @ weight.T).to(full)  # (rows, V)
+        right = z.gather(1, y[:, None])
+        p = z.softmax(-1)
+        total += (z.amax(-1) - p.amax(-1).log()).sum()  # log_sum_exp
+        total -= (1 - smoothing) * right.sum() + even * z.sum()
+        p.sub_(even)  # softmax minus target, in place
+        p.scatter_add_(1, y[:, None], torch.full_like(right, smoothing - 1))
+        gradient = p.div_(tokens).to(weight.dtype)
+        at_states.append(gradient @ weight)
+        at_weight += gradient.T @ x
+    return total, torch.cat(at_states), at_weight
+
+
+# %% [markdown]
+# `backward_in_slices` runs the model up to the states, takes the loss and its
+# gradient from above, and lets autograd go on from there. The matrix of words
+# gets a gradient twice, from the logits here and as an embedding from
+# autograd, which comes last and so leaves the gradients whole. (With several
+# processes this order matters: then autograd also sends each gradient off.)
+
+
+# %%
+def add_gradient(weight, gradient):
+    """Add a gradient that was not made by autograd to weight.grad."""
+    if weight.grad is None:
+        weight.grad = gradient.to(weight.dtype)
+    else:
+        weight.grad += gradient
+
+
+def backward_in_slices(model, batch, tokens, smoothing, rows=256, half=False):
+    """`backward`, with the loss finished `rows` positions at a time.
+
+    `half`: its products in bfloat16.
+    """
+    real = batch.labels != PAD  # (B, T)
+    states = model.states(batch.src, batch.read)[real]  # (R, D)
+    weight = model.tgt_embedding.weight
+    kind = torch.bfloat16 if half else weight.dtype
+    total, at_states, at_weight = loss_and_gradients(
+        states.detach().to(kind), batch.labels[real],
+        weight.detach().to(kind), tokens, smoothing, rows,
+    )  # fmt: skip
+    add_gradient(weight, at_weight)
+    states.backward(at_states.to(states.dtype))
+    return total
+
+
+# %% [markdown]
+# **Dropout from bytes.** `torch.rand_like` draws a float for each number, of
+# which dropout needs one bit of news. A random byte is enough, and 64 random
+# bits make eight of them.
+#
+# *Differs from the paper*: so p is rounded to a multiple of 1/256, and 0.1
+# becomes 0.1016.
+
+
+# %%
+class ByteDropout(Dropout):
+    """Dropout of rate p, from random bytes on a processor."""
+
+    def forward(self, x):
+        limit = min(255, round(256 * self.p))  # bytes below it mean "drop"
+        if not self.training or limit == 0:
+            return x
+        if x.device.type != "cpu":
+            return F.dropout(x, limit / 256)
+        draws = torch.empty(x.numel() // 8 + 1, dtype=torch.int64)
+        draws.random_(-(2**63), None)  # all 64 bits are random
+        keep = draws.view(torch.uint8)[: x.numel()].view(x.shape) >= limit
+        return x * (keep.to(x.dtype) * (256 / (256 - limit)))
+
+
+# %% [markdown]
+# Bytes are coarse, so it is worth a check that the share of zeros and the
+# mean are right:
+
+
+# %%
+@check
+def dropout_keeps_the_mean():
+    """About p of the numbers vanish; the rest grow to keep the mean."""
+    x = torch.ones(1001, 997)
+    for drop in (Dropout(0.25), ByteDropout(0.25)):
+        y = drop(x)
+        assert set(y.unique().tolist()) == {0.0, torch.tensor(4 / 3).item()}
+        for part in (y, y[::2], y[:, ::8], y[:, 7::8]):
+            assert abs(part.mean() - 1) < 0.01
+        assert not drop(x).equal(y)
+        assert drop.eval()(x) is x
+
+
+# %% [markdown]
+# **Products in 16 bits.** Nearly all of an update's arithmetic is products of
+# matrices, and some processors multiply numbers of 16 bits about twice as
+# fast as those of 32. In `bfloat16` a number keeps its range and loses
+# digits: 8 bits of precision, where a `float32` has 24. So only the factors
+# of the products are rounded, in training; sums are in 32 bits, and so are
+# the weights, Adam's moments, norms and softmax. The model stays as it is:
+# its linear maps change their class, not their weights.
+
+
+# %%
+class HalfProduct(torch.autograd.Function):
+    """x Wᵀ + b, forward and backward, from factors in bfloat16."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):  # x (..., I), weight (O, I)
+        factors = x.flatten(0, -2).bfloat16(), weight.bfloat16()
+        ctx.save_for_backward(*factors)
+        ctx.shape, ctx.bias = x.shape, bias is not None
+        y = (factors[0] @ factors[1].T).to(x.dtype)
+        y = y if bias is None else y.add_(bias)
+        return y.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx, gradient):  # (..., O)
+        x, weight = ctx.saved_tensors
+        whole = gradient.reshape(-1, gradient.size(-1))
+        half = whole.bfloat16()
+        at_x = (half @ weight).to(whole.dtype).view(ctx.shape)
+        at_weight = (half.T @ x).to(whole.dtype)
+        return at_x, at_weight, whole.sum(0) if ctx.bias else None
+
+
+# %% [markdown]
+# The linear map that uses it in training:
+
+
+# %%
+class HalfLinear(nn.Linear):
+    """nn.Linear, with `HalfProduct` in training."""
+
+    def forward(self, x):
+        if not self.training:
+            return super().forward(x)
+        return HalfProduct.apply(x, self.weight, self.bias)
+
+
+# %% [markdown]
+# How much is lost:
+
+
+# %%
+@check
+def half_products_are_close():
+    """In 16 bits values and gradients differ by 1 %; in use, by nothing."""
+    plain, half = nn.Linear(64, 32), HalfLinear(64, 32)
+    half.load_state_dict(plain.state_dict())
+    x = torch.randn(5, 7, 64, requires_grad=True)
+    assert half.eval()(x).equal(plain(x))
+    results = []
+    for linear in (plain, half.train()):
+        y = linear(x)
+        inputs = x, *linear.parameters()
+        results.append((y, *torch.autograd.grad(y.square().sum(), inputs)))
+    for one, two in zip(*results):
+        assert 0 < (one - two).norm() < 0.01 * one.norm()
+
+
+# %% [markdown]
+# Does it pay here? On a processor without such instructions it is slower
+# by far. So `--preset laptop` tries both for some milliseconds, and takes the
+# faster one; `--half` and `--no-half` say so at once.
+
+
+# %%
+def half_pays(device, tries=7):
+    """Whether products in bfloat16 are clearly faster on this device."""
+    if device.type == "mps":
+        return False
+    best = {}
+    for kind in (torch.float, torch.bfloat16):
+        x, weight = (torch.ones(n, 256, device=device) for n in (1024, 512))
+        seconds = []
+        for _ in range(tries):
+            began = time.perf_counter()
+            (x.to(kind) @ weight.to(kind).T).float().sum().item()
+            seconds.append(time.perf_counter() - began)
+        best[kind] = min(seconds)
+    return best[torch.bfloat16] < 0.9 * best[torch.float]
+
+
+# %% [markdown]
+# **One product for queries, keys and values**, and one for keys and values
+# of the memory: fewer and larger products. And attention by torch's own
+# function, which we have shown to be equal, and which need not keep the
+# weights of all heads for the backward pass.
+
+
+# %%
+class FusedAttention(MultiHeadAttention):
+    """MultiHeadAttention, with joined products in training."""
+
+    def project(self, x, *maps):
+        """(B, T, D) through several linear maps at once -> (B, H, T, K) …"""
+        weight = torch.cat([linear.weight for linear in maps])
+        half = isinstance(maps[0], HalfLinear)
+        y = HalfProduct.apply(x, weight, None) if half else F.linear(x, weight)
+        return map(self.split, y.chunk(len(maps), dim=-1))
+
+    def forward(self, query, key, value, mask=None):
+        """query (B, T, D), key and value (B, S, D) -> (B, T, D)"""
+        if not self.training or key is not value:
+            return super().forward(query, key, value, mask)
+        if query is key:
+            Q, K, V = self.project(query, self.W_Q, self.W_K, self.W_V)
+        else:
+            [Q] = self.project(query, self.W_Q)
+            K, V = self.project(key, self.W_K, self.W_V)
+        heads = F.scaled_dot_product_attention(
+            Q, K, V, attn_mask=mask, dropout_p=self.drop.p
+        )  # (B, H, T, K)
+        self.weights = None
+        return self.W_O(heads.transpose(1, 2).flatten(-2))  # (B, T, D)
+
+
+# %% [markdown]
+# **The switch** exchanges the classes of a model's parts. Their weights and
+# their names stay.
+
+
+# %%
+FAST = {Dropout: ByteDropout, MultiHeadAttention: FusedAttention}
+HALF = {nn.Linear: HalfLinear}
+
+
+def exchange(model, classes):
+    """Let each part of a class that is a key become one of its value."""
+    for part in model.modules():
+        part.__class__ = classes.get(type(part), type(part))
+    return model
+
+
+def fast(model, half=False):
+    """Give a model's parts their fast form, in place; the same weights.
+
+    `half`: products in bfloat16 as well, in training.
+    """
+    return exchange(model, FAST | HALF if half else FAST)
+
+
+def plain(model):
+    """Give the parts of a fast model their plain form again."""
+    return exchange(model, {new: old for old, new in (FAST | HALF).items()})
+
+
+# %% [markdown]
+# Values and gradients must be the plain model's, and so must the weights
+# after some updates:
+
+
+# %%
+@check
+def fast_form_changes_nothing():
+    """Without dropout, the fast form makes the plain form's updates."""
+    rows = [torch.randint(4, 14, (n,)).tolist() for n in (9, 3, 7, 1)]
+    batch = Batch(pad([[*row, EOS] for row in rows]),
+                  pad([[BOS, *row, EOS] for row in rows]))  # fmt: skip
+    recipe = Recipe(steps=5, warmup=5, batch_tokens=99, max_tokens=99)
+    for norm_first in (False, True):
+        results = []
+        for change, gradient in (
+            (plain, backward),
+            (fast, partial(backward_in_slices, rows=5)),
+        ):
+            torch.manual_seed(0)
+            model = change(tiny_model(norm_first=norm_first).double())
+            batches = itertools.repeat(batch)
+            updates = training(model, batches, recipe, gradient=gradient)
+            losses = [update.loss for update in updates]
+            results.append((losses, *model.state_dict().values()))
+        for one, two in zip(*results):  # rounding, and Adam's division
+            torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
+
+
+# %% [markdown]
+# **Measured on your machine.** The layers are tiny's, the lengths are like
+# those of captions, the words are random. Each form has one means more than
+# the one before. (Adam *fused* makes its step in one pass over the weights.)
+# The forms take turns, and the best of three turns counts.
+
+
+# %%
+FORMS = (
+    "plain, random batches", "batches of like length", "loss in slices",
+    "dropout from bytes", "16-bit products", "fused attention",
+    "fused Adam",
+)  # fmt: skip
+
+
+def random_pairs(number, vocab, seed=0):
+    """Pairs of random ids, with lengths like those of captions."""
+    draw, pairs = random.Random(seed), []
+    for _ in range(number):
+        n = 2 + round(draw.gammavariate(6, 2))
+        src, tgt = (
+            [*draw.choices(range(4, vocab), k=k), EOS]
+            for k in (n, max(2, n + draw.randint(-3, 3)))
+        )
+        pairs.append((src, [BOS, *tgt]))
+    return pairs
+
+
+def random_batches(pairs, size=64, seed=0):
+    """Endless batches of `size` pairs in no order."""
+    draw = random.Random(seed)
+    while True:
+        src, tgt = zip(*draw.sample(pairs, size))
+        yield Batch(pad(src), pad(tgt))
+
+
+# %% [markdown]
+# A form is a generator of updates, from `training`:
+
+
+# %%
+def training_in_form(form, config, pairs, places=1024):
+    """Endless Updates, with the means of FORMS up to `form`."""
+    have = FORMS[: FORMS.index(form) + 1]
+    torch.manual_seed(0)
+    model, classes, half = Transformer(config), {}, "16-bit products" in have
+    classes |= {Dropout: ByteDropout} if "dropout from bytes" in have else {}
+    classes |= HALF if half else {}
+    classes |= FAST if "fused attention" in have else {}
+    exchange(model, classes)
+    batches = random_batches(pairs)
+    if "batches of like length" in have:
+        batches = stream(pairs, places, 0)
+    gradient = backward
+    if "loss in slices" in have:
+        gradient = partial(backward_in_slices, half=half)
+    recipe = Recipe(warmup=400, batch_tokens=places, max_tokens=places)
+    optimizer = adam(model, fused="fused Adam" in have)
+    return training(model, batches, recipe, optimizer, gradient=gradient)
+
+
+def speeds(vocab=5000, turns=3, forms=None):
+    """{form: real target tokens a second, the best of some turns}"""
+    pairs = random_pairs(2000, vocab)
+    config = Config(vocab, vocab, **PRESETS["tiny"])
+    forms = forms or [
+        f for f in FORMS if "16" not in f or half_pays(pick_device("cpu"))
+    ]
+    runs = {form: training_in_form(form, config, pairs) for form in forms}
+    best = dict.fromkeys(runs, 0.0)
+    for turn in range(turns + 1):
+        for form, updates in runs.items():
+            few = list(itertools.islice(updates, 2))
+            rate = sum(u.tokens for u in few) / sum(u.seconds for u in few)
+            if turn:  # the first warms up
+                best[form] = max(best[form], rate)
+    return best
+
+
+# %% [markdown]
+# How far is that from the limit? PyTorch counts the operations of one update
+# in products. The best that can be is the machine's rate of products over the
+# operations for a token: for the form in 16 bits the rate in 16 bits.
+
+
+# %%
+def operations_per_token(vocab=5000):
+    """Operations in products, for each real target token of an update."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    config = Config(vocab, vocab, **PRESETS["tiny"])
+    pairs = random_pairs(2000, vocab)
+    updates = training_in_form("batches of like length", config, pairs)
+    with FlopCounterMode(display=False) as counter:
+        update = next(updates)
+    return counter.get_total_flops() / update.tokens
+
+
+@example
+def one_means_after_another():
+    alt, best = altair(), speeds()
+    each = operations_per_token()
+    base = best[FORMS[0]]
+    print(f"{each / 1e6:.1f} million operations for a token")
+    print("tokens/s  times  of the limit")
+    for form, rate in best.items():
+        half = "16-bit products" in FORMS[: FORMS.index(form) + 1]
+        limit = product_rate(torch.bfloat16 if half else torch.float) / each
+        print(f"{rate:8,.0f}  {rate / base:5.1f}  {rate / limit:12.0%}", form)
+    bars = alt.Chart(
+        frame(form=list(best), rate=[round(rate) for rate in best.values()],
+              times=[f"{rate / base:.1f} times" for rate in best.values()])
+    ).encode(
+        alt.X("rate:Q", title="real target tokens a second"),
+        alt.Y("form:N", sort=None, title=None, axis=alt.Axis(labelLimit=300)),
+    )  # fmt: skip
+    text = bars.mark_text(align="left", dx=4).encode(text="times:N")
+    return (bars.mark_bar(color=PALETTE[0]) + text).properties(
+        title="One means after another",
+        description="Bar chart of the tokens a second that each form of "
+        "training makes on this machine, from the plainest to the fastest.",
+    )
+
+
+# %% [markdown]
+# **What to notice.** On the machine where this notebook was run, three means
+# do nearly all: the batches, the loss, and the products. Fused attention and
+# fused Adam hardly matter on a processor, for sentences so short; they
+# save a GPU many small calls. And the last form is not at the limit: what
+# remains are the many small operations between the products, which wait for
+# memory.
+#
+# `torch.compile` promises to join those. With `train --compile` you may try
+# it. It needs a C++ compiler and a minute or two to begin with.
+
+
+# %% [markdown]
+# ### Writing, sooner
+#
+# To write sixteen words, the decoder's matrices are used sixteen times, each
+# time by few rows. What can be prepared once should be. Five things make the
+# `Writer` below faster than `Cache`; none changes what is computed.
+#
+# * **Weights laid out once.** Before a library multiplies, it copies the
+#   weights into the order in which the processor reads them best. Beside a
+#   thousand rows that costs nothing; beside 64 it is a good part of the work.
+#   oneDNN, which PyTorch brings along, can keep the copy.
+# * **Products joined.** Queries, keys and values of a layer are one product;
+#   so are the keys and values that all layers take from the memory.
+# * **Room ahead.** The kept keys have more room than is filled. A new one is
+#   written into its place, and nothing else moves.
+# * **No sorting.** When a beam is sorted anew, its keys stay where they are.
+#   A small mask says which of a sentence's kept places belong to which
+#   beginning, its *ancestors*, and only this mask is sorted.
+# * **One beginning.** At the first step all places of a beam hold `<s>`: it
+#   is read once.
+
+
+# %%
+class Product:
+    """x Wᵀ + b with the weights laid out once: for use, not for training."""
+
+    def __init__(self, weights, bias=None, relu=False, kind=None):
+        """`weights`: matrices (O, I) of one input, joined; `kind`: a dtype."""
+        joined = torch.cat([w.detach() for w in weights])
+        self.kind, self.relu = kind or joined.dtype, relu
+        self.weight = joined.to(self.kind)
+        self.bias = None if bias is None else bias.detach().to(self.kind)
+        self.packed = None
+        if joined.device.type == "cpu" and joined.dtype == torch.float:
+            with contextlib.suppress(AttributeError, RuntimeError):
+                reorder = torch.ops.mkldnn._reorder_linear_weight
+                self.packed = reorder(self.weight, None)
+
+    def __call__(self, x):
+        """(R, I) -> (R, O), of the type of x"""
+        y = x.to(self.kind)
+        if self.packed is not None:
+            then = "relu" if self.relu else "none"
+            multiply = torch.ops.mkldnn._linear_pointwise
+            y = multiply(y, self.packed, self.bias, then, [], "")
+        else:  # another device, or a PyTorch without oneDNN
+            y = F.linear(y, self.weight, self.bias)
+            y = y.relu_() if self.relu else y
+        return y.to(x.dtype)
+
+
+# %% [markdown]
+# The matrices of a layer in this form. "Add & Norm" stays what it is.
+
+
+# %%
+class LaidOut:
+    """A layer of either stack, its weights laid out once."""
+
+    def __init__(self, layer, kind):
+        product = partial(Product, kind=kind)
+        heads, think = layer.self_attention, layer.feed_forward
+        three = heads.W_Q, heads.W_K, heads.W_V
+        self.QKV = product([matrix.weight for matrix in three])
+        self.O = product([heads.W_O.weight])
+        self.W_1 = product([think.W_1.weight], think.W_1.bias, relu=True)
+        self.W_2 = product([think.W_2.weight], think.W_2.bias)
+        if hasattr(layer, "cross_attention"):
+            self.Q = product([layer.cross_attention.W_Q.weight])
+            self.across_O = product([layer.cross_attention.W_O.weight])
+        self.residuals = layer.residuals
+
+    def feed_forward(self, x):
+        """(R, D) -> (R, D)"""
+        return self.W_2(self.W_1(x))
+
+
+# %% [markdown]
+# Products need not know which row belongs to which sentence, so sentences
+# and places lie in one dimension of R rows. Only attention takes them
+# apart, and puts the heads together again:
+
+
+# %%
+def take_apart(x, parts, rows, h):
+    """(rows · n, parts · D) -> parts times (rows, H, n, K)"""
+    return x.view(rows, -1, parts, h, x.size(1) // parts // h).permute(
+        2, 0, 3, 1, 4
+    )
+
+
+def joined_attention(Q, K, V, mask=None):
+    """Attention, its heads side by side: (A, H, n, K) … -> (A · n, D)"""
+    heads = F.scaled_dot_product_attention(Q, K, V, attn_mask=mask)
+    return heads.transpose(1, 2).flatten(0, 1).flatten(1)
+
+
+# %% [markdown]
+# The `Writer` is made once for a model and serves many batches. It encodes,
+# and begins a cache:
+
+
+# %%
+class Writer:
+    """A model's weights laid out for writing; made anew when they change."""
+
+    def __init__(self, model, kind=None):
+        """`kind`: dtype of the products' factors; None: the weights' own."""
+        self.model, self.h = model, model.config.h
+        self.encoder, self.decoder = (
+            [LaidOut(layer, kind) for layer in stack.layers]
+            for stack in (model.encoder, model.decoder)
+        )
+        across = [layer.cross_attention for layer in model.decoder.layers]
+        pairs = [[heads.W_K.weight, heads.W_V.weight] for heads in across]
+        self.KV = Product(sum(pairs, []), kind=kind)
+        self.logits = Product([model.tgt_embedding.weight], kind=kind)
+
+    def encode(self, src):
+        """(B, S) source ids -> the memory (B · S, D) and its mask"""
+        mask, rows = padding_mask(src), len(src)
+        x = self.model.position(self.model.src_embedding(src)).flatten(0, 1)
+        for layer in self.encoder:
+            x = self.read_layer(layer, x, None if mask.all() else mask, rows)
+        return self.model.encoder.norm(x), mask
+
+    def read_layer(self, layer, x, mask, rows):
+        """A layer of the encoder: (R, D) -> (R, D)"""
+
+        def look(y):
+            Q, K, V = take_apart(layer.QKV(y), 3, rows, self.h)
+            return layer.O(joined_attention(Q, K, V, mask))
+
+        one, two = layer.residuals
+        return two(one(x, look), layer.feed_forward)
+
+    def begin(self, src, width=1):
+        """A cache for (A, S) source ids, of which nothing is written yet."""
+        return WritersCache(self, *self.encode(src), width)
+
+
+# %% [markdown]
+# And the cache itself. Each step fills W *slots* of each sentence, one for
+# each beginning (the first step fills one). A beginning may look at the slots
+# of its ancestors.
+
+
+# %%
+class WritersCache:
+    """`Cache`, for a `Writer`: the same words, sooner."""
+
+    def __init__(self, writer, memory, mask, width):
+        self.writer, self.width = writer, width
+        self.length = self.filled = 0  # places read, slots filled
+        A, N = len(mask), len(writer.decoder)
+        KV = take_apart(writer.KV(memory), 2 * N, A, writer.h)
+        self.source = KV.contiguous()  # (2N, A, H, S, K)
+        self.mask = None if mask.all() else mask
+        room = 1 + 31 * width
+        self.own = self.source.new_empty(*KV.shape[:3], room, KV.size(-1))
+        self.ancestors = torch.zeros(
+            A, width, room, dtype=torch.bool, device=mask.device
+        )
+
+    def make_room(self, slots):
+        """Let there be room for so many slots: at least twice as many."""
+        if slots > self.ancestors.size(-1):
+            self.own = torch.cat([self.own, torch.empty_like(self.own)], 3)
+            new = torch.zeros_like(self.ancestors)
+            self.ancestors = torch.cat([self.ancestors, new], 2)
+
+    def read(self, words):
+        """The next word of each text (A·W,) -> logits (A·W, V)"""
+        words = words.view(-1, self.width)
+        alike = not self.length and words.equal(words[:, :1].expand_as(words))
+        words = words[:, :1] if alike else words
+        W = words.size(1)
+        self.make_room(self.filled + W)
+        self.new = slice(self.filled, self.filled + W)
+        self.filled += W
+        eye = torch.eye(self.width, W, dtype=torch.bool, device=words.device)
+        self.ancestors[..., self.new] = True if alike else eye
+        model = self.writer.model
+        y = model.position(model.tgt_embedding(words.view(-1, 1)), self.length)
+        y = y.flatten(0, 1)  # (A·W, D)
+        for i, layer in enumerate(self.writer.decoder):
+            back, across, think = layer.residuals
+            y = back(y, partial(self.look_back, i, layer))
+            y = across(y, partial(self.consult, i, layer))
+            y = think(y, layer.feed_forward)
+        self.length += 1
+        logits = self.writer.logits(model.decoder.norm(y))
+        return logits.repeat_interleave(self.width // W, 0)
+
+    def look_back(self, i, layer, y):
+        """Self-attention of layer i: the new places join what is kept."""
+        A, end = len(self.ancestors), self.filled
+        Q, K, V = take_apart(layer.QKV(y), 3, A, self.writer.h)
+        keys, values = self.own[2 * i], self.own[2 * i + 1]
+        keys[:, :, self.new], values[:, :, self.new] = K, V
+        mask = None
+        if self.width > 1:
+            mask = self.ancestors[:, None, : Q.size(2), :end]
+        return layer.O(
+            joined_attention(Q, keys[:, :, :end], values[:, :, :end], mask)
+        )
+
+    def consult(self, i, layer, y):
+        """Cross-attention of layer i; texts of one source side by side."""
+        [Q] = take_apart(layer.Q(y), 1, len(self.ancestors), self.writer.h)
+        K, V = self.source[2 * i : 2 * i + 2]
+        return layer.across_O(joined_attention(Q, K, V, self.mask))
+
+    def keep(self, texts, sources=None):
+        """Keep these texts, in this order, and these sources (indices)."""
+        rows = self.ancestors.flatten(0, 1)[texts]
+        self.ancestors = rows.view(-1, self.width, rows.size(-1))
+        if sources is not None:
+            if sources.dtype == torch.bool:
+                [sources] = sources.nonzero(as_tuple=True)
+            filled, kept = (
+                self.own[..., : self.filled, :],
+                list(self.own.shape),
+            )
+            kept[1] = len(sources)
+            self.own = self.own.new_empty(kept)
+            self.own[..., : self.filled, :] = filled.index_select(1, sources)
+            self.source = self.source.index_select(1, sources)
+            self.mask = None if self.mask is None else self.mask[sources]
+
+
+# %% [markdown]
+# The same logits as the plain cache, at every step, with texts that leave and
+# beams that are sorted; and so the same words:
+
+
+# %%
+@check
+def writer_changes_nothing():
+    """A Writer's logits are those of the plain cache; so are its words."""
+    for norm_first in (False, True):
+        model = tiny_model(norm_first=norm_first).eval()
+        src = pad([digits("71920"), digits("44"), digits("123456789")])
+        writer = Writer(model)
+        with torch.no_grad():
+            caches = Cache.begin(model, src, 2), writer.begin(src, 2)
+            words = torch.full((6,), BOS)
+            for _ in range(40):
+                plain, fast = (cache.read(words) for cache in caches)
+                torch.testing.assert_close(fast, plain, rtol=1e-4, atol=1e-4)
+                order = torch.tensor([1, 1, 2, 3, 5, 4])  # beams, sorted
+                for cache in caches:
+                    cache.keep(order)
+                words = torch.randint(4, 14, (6,))
+            for cache in caches:
+                cache.keep(torch.tensor([0, 1, 5, 4]), torch.tensor([0, 2]))
+            plain, fast = (cache.read(words[:4]) for cache in caches)
+            torch.testing.assert_close(fast, plain, rtol=1e-4, atol=1e-4)
+        assert greedy(model, src, 9, writer.begin) == greedy(model, src, 9)
+
+
+# %% [markdown]
 # ## A first example: copying
 #
 # Now it all comes together. The training set is 40,000 random sequences of
@@ -2768,7 +3445,8 @@ def copy_sets(seed=0, train=40_000, val=1000, test=1000):
 def exact_matches(model, pairs):
     """How many of the pairs greedy decoding gets exactly right."""
     device = next(model.parameters()).device
-    outputs = greedy(model, pad([src for src, _ in pairs]).to(device), 5)
+    src = pad([src for src, _ in pairs]).to(device)
+    outputs = greedy(model, src, 5, Writer(model).begin)
     return sum(o == tgt[1:-1] for o, (_, tgt) in zip(outputs, pairs))
 
 
@@ -2791,7 +3469,8 @@ def train_copy(seed=0, device="cpu"):
     model = Transformer(COPY).to(device)
     batches = stream(train, COPY_RECIPE.max_tokens, seed, device)
     losses, perfect = [], 0
-    updates = training(model, batches, COPY_RECIPE)
+    gradient = backward_in_slices
+    updates = training(fast(model), batches, COPY_RECIPE, gradient=gradient)
     for update in progress(updates, COPY_RECIPE, title="copy task"):
         losses.append(update.loss)
         if update.step % 50 == 0:
@@ -3802,6 +4481,8 @@ class Coder:
 class Translator(Coder):
     """A model, its vocabularies and languages: text in, text out."""
 
+    kind = None  # of the factors in products; None: the weights' own
+
     def __init__(self, model, vocabularies, languages, both=False):
         super().__init__(vocabularies, languages, both)
         self.model = model
@@ -3812,10 +4493,11 @@ class Translator(Coder):
         return Translator(self.model, vocabs, (self.tgt, self.src), self.both)
 
     def search(self, sentences, decode, max_tokens=4096):
-        """Call decode(model, src) on batches of lists of source tokens.
+        """Call decode(model, src, begin=…) on batches of source tokens.
 
         Returns what it gives for each sentence; None for an empty one.
         """
+        begin = Writer(self.model, self.kind).begin
         device = next(self.model.parameters()).device
         sources = [self.src_vocab.encode(words) for words in sentences]
         empty = int(self.both)  # the tag alone
@@ -3826,7 +4508,7 @@ class Translator(Coder):
         for group in token_batches(lengths, max_tokens, fixed):
             rows = [full[i] for i in group]
             src = pad([sources[i] for i in rows]).to(device)
-            for i, output in zip(rows, decode(self.model, src)):
+            for i, output in zip(rows, decode(self.model, src, begin=begin)):
                 results[i] = output
         return results
 
@@ -4095,7 +4777,9 @@ def toy_translator(seed=0):
     pairs = [translator.encode_texts(*pair) for pair in train]
     recipe, losses = Recipe(**TOY_RECIPE, seed=seed), []
     batches = stream(pairs, recipe.max_tokens, seed)
-    updates = training(translator.model, batches, recipe)
+    updates = training(
+        fast(translator.model), batches, recipe, gradient=backward_in_slices
+    )
     for update in progress(updates, recipe, title="German-English"):
         losses.append(update.loss)
         if NOTEBOOK and update.step % 200 == 0:
@@ -4251,6 +4935,18 @@ NOTHING = Hypothesis(0.0, 0.0, [])  # for an empty source
 
 
 # %% [markdown]
+# The logarithm of a probability is the logit minus log Σ e^z. Only the best
+# few words of each beginning are of interest, so the sum is all we take from
+# the softmax:
+
+
+# %%
+def log_sum_exp(logits):
+    """(..., V) -> (...), sooner than torch.logsumexp on a processor."""
+    return logits.amax(-1) - logits.softmax(-1).amax(-1).log()
+
+
+# %% [markdown]
 # All sentences of a batch, and all beginnings of each, go through the
 # decoder together: A sentences times W beginnings. An empty place has the
 # score −∞. In the code, `origin` says which beginning each new one goes on
@@ -4270,15 +4966,19 @@ def continuations(scores, logits, at_limit):
     scores (A, W), logits (A·W, V), at_limit (A,): only EOS may follow.
     Returns (A, W) each: log-probabilities, beginnings continued, words.
     """
-    W = scores.size(1)
-    steps = forbid_specials(logits.log_softmax(-1))  # (A·W, V)
-    steps = steps.unflatten(0, (-1, W))  # (A, W, V)
-    only_end = torch.full_like(steps[0, 0], -math.inf)
-    only_end[EOS] = 0
-    steps[at_limit] += only_end
-    sums = (scores[..., None] + steps).flatten(1)  # (A, W·V)
-    best, index = sums.topk(W)  # (A, W), the best first
-    return best, index // steps.size(-1), index % steps.size(-1)
+    W = min(scores.size(1), logits.size(1))
+    total = log_sum_exp(logits)  # (A·W,)
+    logits = forbid_specials(logits)
+    if at_limit.any():
+        only_end = torch.full_like(logits[0], -math.inf)
+        only_end[EOS] = 0
+        logits.unflatten(0, scores.shape)[at_limit] += only_end
+    steps, words = logits.topk(W)  # (A·W, W), of each beginning
+    sums = (scores.flatten() - total)[:, None] + steps
+    sums = sums.view(len(scores), -1)  # (A, W·W), of each sentence
+    best, index = sums.topk(scores.size(1))  # (A, W), the best first
+    words = words.view(len(scores), -1).gather(1, index)
+    return best, index // W, words
 
 
 # %% [markdown]
@@ -4288,14 +4988,17 @@ def continuations(scores, logits, at_limit):
 
 # %%
 def beam_search(
-    model, src, width=4, alpha=0.6, extra=50, first=True, watch=None
-):
+    model, src, width=4, alpha=0.6, extra=50, first=True, watch=None,
+    begin=None,
+):  # fmt: skip
     """Translate (B, S) source ids; for each, Hypotheses, best first.
 
     `first`: stop as soon as the best is certain; the others may then be
     fewer than `width`, or not the next best. `watch` is called at each
-    step with what happened, for the picture below.
+    step with what happened, for the picture below. `begin(src, width)`
+    makes the cache, if it is to be another than `Cache`.
     """
+    begin = begin or partial(Cache.begin, model)
     limits = (src != PAD).sum(-1) + extra  # (B,) words
     ended = [[] for _ in src]
     alive = torch.arange(len(src), device=src.device)  # (A,)
@@ -4305,7 +5008,7 @@ def beam_search(
     words = torch.full((len(src) * width,), BOS, device=src.device)
     places = torch.arange(width, device=src.device)  # (W,)
     with evaluating(model):
-        cache = Cache(model, *model.encode(src), width)
+        cache = begin(src, width)
         while len(alive):
             logits = cache.read(words)
             at_limit = cache.length > limits[alive]
@@ -4992,105 +5695,6 @@ def attention_against_the_alignment():
 # gradients reach all layers from the start (Xiong et al., 2020; *Post-norm
 # against pre-norm* above).
 #
-# **Products in 16 bits.** Nearly all of an update's arithmetic is products of
-# matrices, and some processors multiply numbers of 16 bits about twice as
-# fast as those of 32. In `bfloat16` a number keeps its range and loses
-# digits: 8 bits of precision, where a `float32` has 24. So only the factors
-# of the products are rounded, in training; sums are in 32 bits, and so are
-# the weights, Adam's moments, norms and softmax. The model stays as it is:
-# its linear maps change their class, not their weights.
-
-
-# %%
-class HalfProduct(torch.autograd.Function):
-    """x Wᵀ + b, forward and backward, from factors in bfloat16."""
-
-    @staticmethod
-    def forward(ctx, x, weight, bias):  # x (..., I), weight (O, I)
-        factors = x.flatten(0, -2).bfloat16(), weight.bfloat16()
-        ctx.save_for_backward(*factors)
-        ctx.shape, ctx.bias = x.shape, bias is not None
-        y = (factors[0] @ factors[1].T).to(x.dtype)
-        y = y if bias is None else y.add_(bias)
-        return y.view(*x.shape[:-1], -1)
-
-    @staticmethod
-    def backward(ctx, gradient):  # (..., O)
-        x, weight = ctx.saved_tensors
-        whole = gradient.reshape(-1, gradient.size(-1))
-        half = whole.bfloat16()
-        at_x = (half @ weight).to(whole.dtype).view(ctx.shape)
-        at_weight = (half.T @ x).to(whole.dtype)
-        return at_x, at_weight, whole.sum(0) if ctx.bias else None
-
-
-# %% [markdown]
-# The linear map that uses it in training:
-
-
-# %%
-class HalfLinear(nn.Linear):
-    """nn.Linear, with `HalfProduct` in training."""
-
-    def forward(self, x):
-        if not self.training:
-            return super().forward(x)
-        return HalfProduct.apply(x, self.weight, self.bias)
-
-
-def halve_products(model):
-    """Let the model's linear maps multiply in bfloat16 when it trains."""
-    for module in model.modules():
-        if type(module) is nn.Linear:
-            module.__class__ = HalfLinear
-
-
-# %% [markdown]
-# How much is lost:
-
-
-# %%
-@check
-def half_products_are_close():
-    """In 16 bits values and gradients differ by 1 %; in use, by nothing."""
-    plain, half = nn.Linear(64, 32), nn.Sequential(nn.Linear(64, 32))
-    half[0].load_state_dict(plain.state_dict())
-    halve_products(half)
-    x = torch.randn(5, 7, 64, requires_grad=True)
-    assert half.eval()(x).equal(plain(x))
-    results = []
-    for linear in (plain, half.train()):
-        y = linear(x)
-        inputs = x, *linear.parameters()
-        results.append((y, *torch.autograd.grad(y.square().sum(), inputs)))
-    for one, two in zip(*results):
-        assert 0 < (one - two).norm() < 0.01 * one.norm()
-
-
-# %% [markdown]
-# Does it pay here? On a processor without such instructions it is slower
-# by far. So `--preset laptop` tries both for some milliseconds, and takes the
-# faster one; `--half` and `--no-half` say so at once.
-
-
-# %%
-def half_pays(device, tries=7):
-    """Whether products in bfloat16 are clearly faster on this device."""
-    if device.type == "mps":
-        return False
-    best = {}
-    for kind in (torch.float, torch.bfloat16):
-        x, weight = (torch.ones(n, 256, device=device) for n in (1024, 512))
-        seconds = []
-        for _ in range(tries):
-            began = time.perf_counter()
-            (x.to(kind) @ weight.to(kind).T).float().sum().item()
-            seconds.append(time.perf_counter() - began)
-        best[kind] = min(seconds)
-    return best[torch.bfloat16] < 0.9 * best[torch.float]
-
-
-# %% [markdown]
 # **A rate that falls to zero.** Equation 3 never gets small. If you know
 # when you will stop, let the rate fall linearly to 0 at that moment.
 #
@@ -5172,11 +5776,13 @@ def backward_r_drop(model, batch, tokens, smoothing, alpha=5.0, rows=256):
     real = twice.labels != PAD  # (2B, T)
     states = model.states(twice.src, twice.read)[real]  # (2R, D)
     leaf = states.detach().requires_grad_()
+    weight = model.tgt_embedding.weight
+    matrix = weight.detach().requires_grad_()  # (V, D)
     labels = batch.labels[batch.labels != PAD]  # (R,)
     total = torch.zeros((), device=states.device)
     for *pair, y in zip(*(x.split(rows) for x in leaf.chunk(2)),
                         labels.split(rows)):  # fmt: skip
-        logs = [model.tgt_embedding.logits(x).log_softmax(-1) for x in pair]
+        logs = [(x @ matrix.T).log_softmax(-1) for x in pair]  # (rows, V)
         losses = [
             F.cross_entropy(log, y, label_smoothing=smoothing, reduction="sum")
             for log in logs
@@ -5185,6 +5791,7 @@ def backward_r_drop(model, batch, tokens, smoothing, alpha=5.0, rows=256):
         price = alpha / 4 * disagreement(*logs)
         ((loss + price) / tokens).backward()
         total += loss.detach()
+    add_gradient(weight, matrix.grad)
     states.backward(leaf.grad)
     return total
 
@@ -5206,7 +5813,7 @@ def disagreement_is_two_divergences():
     rows = [digits("71920"), digits("44")]
     batch = Batch(pad(rows), pad([[BOS, *row] for row in rows]))
     gradients = []
-    for gradient in (backward, backward_r_drop):
+    for gradient in (backward_in_slices, backward_r_drop):
         model.zero_grad()
         gradient(model, batch, batch.count(), 0.1)
         gradients.append([w.grad.clone() for w in model.parameters()])
@@ -5870,7 +6477,7 @@ class PackedPairs:
 
 
 # %% [markdown]
-# sentencepiece encodes a list of texts faster than one text at a time, so
+# sentencepiece encodes a list of texts on all cores of the processor, so
 # the corpus is taken in portions. Very long pairs would need much memory in
 # training, so those of more than 100 tokens a side are left out; their
 # numbers are kept. The tokens go into a file without a name, which vanishes
@@ -6102,13 +6709,16 @@ class Run:
         return self.translator.model
 
     def save(self, folder):
-        """Write checkpoint.pt."""
+        """Write checkpoint.pt; of several processes, all must call this."""
         device = next(self.model.parameters()).device
+        states = everyone(random_state(device))  # each draws its own dropout
+        if not first():
+            return
         state = {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "moving": self.moving.weights if self.moving else [],
-            "random": random_state(device),
+            "random": torch.stack(states),
             "description": json.dumps(self.description),
             "numbers": [self.step, self.seconds, self.best],
         }
@@ -6116,7 +6726,10 @@ class Run:
         write_whole(folder / "checkpoint.pt", lambda p: torch.save(state, p))
 
     def load(self, folder):
-        """Go on from checkpoint.pt; InputError if it is another run's."""
+        """Go on from checkpoint.pt; InputError if it is another run's.
+
+        Returns the number of processes that the run had.
+        """
         device = next(self.model.parameters()).device
         state = load_tensors(folder / "checkpoint.pt", device)
         try:
@@ -6125,8 +6738,14 @@ class Run:
             self.optimizer.load_state_dict(state["optimizer"])
             if self.moving:
                 self.moving.weights = list(state["moving"])
-            set_random_state(state["random"], device)
             self.step, self.seconds, self.best = state["numbers"]
+            states = torch.atleast_2d(state["random"])
+            (rank, number), seed = place(), self.description["recipe"]["seed"]
+            if len(states) == number:
+                own = states[rank].clone()  # torch reads views wrongly
+                set_random_state(own, device)
+            else:
+                torch.manual_seed(own_seed(f"{seed} {self.step}", rank))
         except (RuntimeError, LookupError, TypeError, ValueError) as error:
             if isinstance(error, InputError):
                 raise
@@ -6135,6 +6754,12 @@ class Run:
                 "on another kind of --device; restore it, or train again "
                 "with another --out"
             ) from None
+        if len(set(everyone(self.step))) > 1:
+            raise InputError(
+                f"{folder}: the processes read different checkpoints; all "
+                "machines must see the same folder"
+            )
+        return len(states)
 
 
 # %% [markdown]
@@ -6184,8 +6809,10 @@ class Log:
 
     def __init__(self, folder, step, tensorboard=False):
         """Go on after update `step`; what was logged later is dropped."""
-        folder.mkdir(parents=True, exist_ok=True)
         self.path, self.board = folder / "log.jsonl", None
+        if not first():
+            return
+        folder.mkdir(parents=True, exist_ok=True)
         kept = [line for line in read_log(folder) if line["step"] <= step]
         text = "".join(json.dumps(line) + "\n" for line in kept)
         write_whole(self.path, lambda p: p.write_text(text, encoding="utf-8"))
@@ -6195,6 +6822,8 @@ class Log:
             self.board = SummaryWriter(folder, purge_step=step + 1)
 
     def write(self, step, **values):
+        if not first():
+            return
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **values}) + "\n")
         for name, value in values.items() if self.board else ():
@@ -6237,16 +6866,19 @@ def read_log(folder):
 def validate(run, val, folder, log, say, averaged=0):
     """Translate the validation set; keep the weights if none were better."""
     val = val[:1000]
+    sources, references = [x for x, _ in val], [y for _, y in val]
     moving = run.moving.inside(run.model) if run.moving else None
     with moving or contextlib.nullcontext():
-        outputs = run.translator.translate([x for x, _ in val])
-        score = bleu(outputs, [y for _, y in val]).score
+        outputs = shared(run.translator.translate, sources)
+        score = bleu(outputs, references).score
         if run.translator.both:  # the mean of both directions decides
-            back = run.translator.reversed().translate([y for _, y in val])
-            score = (score + bleu(back, [x for x, _ in val]).score) / 2
+            back = shared(run.translator.reversed().translate, references)
+            score = (score + bleu(back, sources).score) / 2
+        better, run.best = score >= run.best, max(score, run.best)
+        if not first():
+            return outputs
         loss = math.log(perplexity(run.model, encode_all(run.translator, val)))
-        if score >= run.best:
-            run.best = score
+        if better:
             facts = {**run.description, "step": run.step, "val_bleu": score}
             save_translator(run.translator, folder, **facts)
     what = f"update {run.step:,}"
@@ -6289,13 +6921,19 @@ def train_translator(run, train, val, recipe, folder, options):
     """Train and keep checkpoints in `folder`.
 
     `options`: `device`, `resume`, `save_every`, `average` (how many
-    checkpoints), `tensorboard`, and `say` (prints a line).
+    checkpoints), `tensorboard`, `compile`, and `say` (prints a line).
     """
     device, say = options["device"], options["say"]
+    rank, number = place()
     if options["resume"]:
-        run.load(folder)
+        before = run.load(folder)
         say(f"resuming after update {run.step:,}")
+        if before != number:
+            say(f"note: the run had {before} processes, now {number}: the "
+                "same batches, other random numbers for dropout")  # fmt: skip
     else:
+        if rank:  # the first goes on from where the model was made
+            torch.manual_seed(own_seed(recipe.seed, rank))
         run.save(folder)  # from here on, it can be resumed
     log = Log(folder, run.step, options["tensorboard"])
     skip, pace = run.step * recipe.accumulate, []
@@ -6303,16 +6941,19 @@ def train_translator(run, train, val, recipe, folder, options):
         epochs(run, train, recipe), recipe.max_tokens, recipe.seed, device,
         skip,
     )  # fmt: skip
-    gradient = partial(backward, half=recipe.half)
+    gradient = partial(backward_in_slices, half=recipe.half)
     if recipe.r_drop:
         gradient = partial(backward_r_drop, alpha=recipe.r_drop)
-    if recipe.half:
-        halve_products(run.model)
+    fast(run.model, recipe.half)
+    if options.get("compile"):
+        run.model.states = torch.compile(run.model.states, dynamic=True)
+    if number > 1:
+        gradient = SharedGradient(run.model, gradient, recipe.accumulate)
     updates = training(
         run.model, batches, recipe, run.optimizer, run.step, gradient
     )
     losses = []
-    for update in progress(updates, recipe, run.step):
+    for update in progress(updates, recipe, run.step) if first() else updates:
         if run.moving:
             run.moving.update(run.model, update.step)
         run.step, run.seconds = update.step, run.seconds + update.seconds
@@ -6362,6 +7003,8 @@ def show(outputs, val, say):
 # %% tags=["plumbing"]
 def keep_snapshot(run, folder, number):
     """Write the weights of this update; remove all but the last few."""
+    if not first():
+        return
     path = folder / f"weights-{run.step:06}.pt"
     state = run.model.state_dict()
     write_whole(path, lambda p: torch.save(state, p))
@@ -6378,7 +7021,8 @@ def keep_snapshot(run, folder, number):
 # %% tags=["plumbing"]
 def validate_average(run, val, folder, log, options):
     """Validate the mean of the last snapshots; keep it if it is best."""
-    there = sorted(folder.glob("weights-*.pt"))[-options["average"] :]
+    found = from_first(lambda: sorted(folder.glob("weights-*.pt")))
+    there = found[-options["average"] :]
     if options["average"] < 2 or len(there) < 2:
         return
     device = options["device"]
@@ -6389,6 +7033,387 @@ def validate_average(run, val, folder, log, options):
     validate(run, val, folder, log, options["say"], len(there))
     run.model.load_state_dict(now)
     run.moving = moving
+
+
+# %% [markdown]
+# ### Several processes
+#
+# A machine with eight GPUs runs eight *processes*, one for each. Each holds
+# the whole model. They share the sentences of a batch, each computes the
+# gradient of its own, and before every update the gradients are added up, so
+# that all make the same step and stay equal. PyTorch calls this
+# *DistributedDataParallel*, and `torchrun` starts the processes:
+#
+# `torchrun --nproc-per-node=8 annotated_transformer.py train --corpus … `
+#
+# It works without a GPU as well: two processes of one thread each, on a
+# laptop. Every process numbers the others from 0; its own number is called
+# its *rank*. Rank 0 is the first: it alone writes files and speaks.
+
+# %% tags=["plumbing"]
+import torch.distributed as dist
+
+
+def place():
+    """(rank, number of processes); (0, 1) for a process on its own."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+def first():
+    """Whether this is the process that writes and speaks."""
+    return place()[0] == 0
+
+
+# %% [markdown]
+# **What is the same.** Every process draws the same batches in the same order
+# and takes every K-th sentence of each. A batch is sorted by length, so the
+# shares have nearly as much work. The update is then the same update,
+# however many processes there are, up to rounding and to dropout, for which
+# each process draws random numbers of its own. If a batch has fewer sentences
+# than there are processes, some have nothing to do. But everyone must take
+# part in the sum, so they take one sentence without its labels, whose
+# gradient is zero.
+
+
+# %%
+def share(batch, rank, number):
+    """Every `number`-th pair of a batch; one without labels if none is."""
+    if rank < len(batch.src):
+        return Batch(batch.src[rank::number], batch.tgt[rank::number])
+    tgt = batch.tgt[:1].clone()
+    tgt[:, 1:] = PAD
+    return Batch(batch.src[:1], tgt)
+
+
+# %% [markdown]
+# **What the mean gets wrong.** The loss is one *per token*, and shares of as
+# many sentences differ in tokens. Say one process has 30 tokens with a loss
+# of 2 each, and the other has 10 with 4 each. The mean over all tokens is
+# (30 · 2 + 10 · 4) / 40 = 2.5. If each takes its own mean and the two are
+# averaged, as is often done, it is (2 + 4) / 2 = 3: the ten tokens of the
+# second process count three times as much as those of the first. The same
+# happens to the gradients. It is the slip of accumulation once more, and so
+# is the cure: each divides by the tokens of *all*, and then we add. Since all
+# know the whole batch, nobody has to ask how many those are.
+
+
+# %%
+@check
+def shares_add_up_to_the_whole():
+    """Gradients of the shares, added, are the whole's; the mean is not."""
+    model = tiny_model().double()
+    rows = [torch.randint(4, 14, (n,)).tolist() for n in (9, 2, 7, 1, 8)]
+    batch = Batch(
+        pad([[*row, EOS] for row in rows]),
+        pad([[BOS, *row, EOS] for row in rows]),
+    )
+    shares = [share(batch, rank, 3) for rank in range(3)]
+    assert sum(part.count() for part in shares) == batch.count()
+
+    def gradient(parts, counts):
+        model.zero_grad()
+        for part, tokens in zip(parts, counts):
+            backward(model, part, tokens, 0.1)
+        return torch.cat([w.grad.flatten() for w in model.parameters()])
+
+    whole = gradient([batch], [batch.count()])
+    added = gradient(shares, [batch.count()] * 3)
+    torch.testing.assert_close(added, whole)
+    own_means = gradient(shares, [3 * part.count() for part in shares])
+    assert (own_means - whole).norm() > 0.01 * whole.norm()
+    nobody = gradient([share(batch, 6, 7)], [1])  # six pairs too few
+    assert nobody.eq(0).all()
+
+
+# %% [markdown]
+# PyTorch's class watches a module's call, and when autograd has finished a
+# gradient, sends it off while the others are still being computed. In our
+# loss, autograd begins at the states. So that is the call to watch. (The
+# module holds the model's weights and nothing else: its tables, such as that
+# of positions, never change and need no sending.)
+
+
+# %%
+class States(nn.Module):
+    """A Transformer whose call ends at the states, before the logits."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.weights = nn.ParameterList(model.parameters())
+        self.run = model.states
+
+    def forward(self, src, tgt):  # (B, S), (B, T) -> (B, T, D)
+        return self.run(src, tgt)
+
+
+# %% [markdown]
+# What stands in the place of `backward_in_slices`. `DistributedDataParallel`
+# divides the sum of the gradients by the number of processes. We want the
+# sum, so each divides by the tokens *over* that number. Where an update
+# consists of several parts, `no_sync` lets their gradients pile up, and only
+# the last part sends them. To the gradient's function this object is the
+# model: it has all that is asked for.
+
+
+# %%
+class SharedGradient:
+    """`gradient` of a batch that all processes share.
+
+    `parts`: calls to an update. Each call returns the summed loss of the
+    whole batch; after the last, weights have the joint gradient.
+    """
+
+    def __init__(self, model, gradient, parts):
+        self.gradient, self.parts, self.calls = gradient, parts, 0
+        self.tgt_embedding = model.tgt_embedding
+        self.states = nn.parallel.DistributedDataParallel(
+            States(model), gradient_as_bucket_view=True
+        )
+
+    def __call__(self, model, batch, tokens, smoothing):
+        rank, number = place()
+        own, tokens = share(batch, rank, number), tokens / number
+        self.calls += 1
+        last = self.calls % self.parts == 0
+        with contextlib.nullcontext() if last else self.states.no_sync():
+            loss = self.gradient(self, own, tokens, smoothing)
+        dist.all_reduce(loss)  # added up
+        return loss
+
+
+# %% [markdown]
+# **What is sent.** The sum goes round in a ring. The gradient is cut into K
+# pieces. In K − 1 turns each process passes a piece on to its neighbour,
+# which adds its own; then each piece is complete somewhere, and in K − 1 more
+# turns the sums go round. So each process sends 2 (K − 1)/K times the size of
+# the gradient, never more than twice its size, however many there are.
+#
+# That gives the cost on paper. An update takes about 6 floating-point
+# operations for each weight and token (2 forward, 4 backward). The time to
+# send is the bytes over the speed of the slowest link, plus a *latency* for
+# each turn. The cell assumes, for two processes on a laptop, the tiny sizes
+# with 10,000 pieces, batches of 1,024, 80 · 10⁹ operations and 2 · 10⁹ bytes
+# a second for each core; for GPUs, 350 · 10¹² operations a second (about a
+# third of the peak of a recent one in bfloat16), the paper's vocabulary, and
+# gradients of four bytes. Within a machine a GPU has a link of 450 GB/s
+# (NVLink). Between machines the eight GPUs of each share a network of 400 or
+# 100 Gbit/s, which is 50 or 12.5 GB/s; a ring crosses each machine's link
+# once. Latencies: 20 µs on the laptop, 5 µs in the machine, 20 µs across.
+
+
+# %%
+def ring_seconds(number, weights, speed, latency):
+    """Time to add up 4-byte gradients in a ring of `number` processes."""
+    turns = 2 * (number - 1)
+    return turns * (4 * weights / number / speed + latency)
+
+
+@example
+def cost_of_adding_up():
+    with torch.device("meta"):  # sizes, without memory
+        tiny = Transformer(Config(10_000, 10_000, **PRESETS["tiny"]))
+        models = {
+            name: Transformer(Config(**PRESETS[name]))
+            for name in ("base", "big")
+        }
+    links = {"NVLink": (450e9, 5e-6), "400 Gbit": (50e9, 2e-5)}
+    links |= {"100 Gbit": (12.5e9, 2e-5), "laptop": (2e9, 2e-5)}
+    cases = [("tiny", 2, "laptop", 1024)]
+    cases += [(m, 8, "NVLink", 25_000) for m in models]
+    for link in ("400 Gbit", "100 Gbit"):
+        cases += [("base", 64, link, n) for n in (25_000, 64 * 25_000)]
+    models["tiny"] = tiny
+    print(
+        "model  processes  link      tokens     MB sent  ms: compute   add up"
+    )
+    for name, number, link, tokens in cases:
+        weights = parameter_count(models[name])
+        speed = 80e9 if link == "laptop" else 350e12
+        compute = 6 * weights * tokens / number / speed
+        send = ring_seconds(number, weights, *links[link])
+        megabytes = 2 * (number - 1) / number * 4 * weights / 1e6
+        print(f"{name:6} {number:9}  {link:8} {tokens:9,} {megabytes:9.0f}"
+              f"  {1000 * compute:11.1f} {1000 * send:8.1f}")  # fmt: skip
+
+
+# %% [markdown]
+# **What to notice.** More processes share the computing, but each sends as
+# much as before. On eight GPUs in one machine adding up costs little. On 64
+# in eight machines the paper's batch of 25,000 tokens leaves so little to
+# compute for each that they mostly wait for the network. Large clusters
+# therefore use larger batches (the rows with 1,600,000 tokens; the learning
+# rate must then be found anew), send gradients in 16 bits, or add them up
+# within each machine first. A part of the time is hidden, since the last
+# layers' gradients travel while the first layers' are still being computed.
+#
+# The rest of this section is plumbing: to meet, to agree, to end together.
+# Some decisions are made once, by the first process, and told to the others:
+
+
+# %% tags=["plumbing"]
+def everyone(value):
+    """The values of all processes, by rank; waits for all of them."""
+    number, values = place()[1], [value]
+    if number > 1:
+        values = [None] * number
+        dist.all_gather_object(values, value)
+    return values
+
+
+def from_first(function):
+    """What `function` gives in the first process, in all of them."""
+    if place()[1] == 1:
+        return function()
+    box = [function() if first() else None]
+    dist.broadcast_object_list(box)
+    return box[0]
+
+
+def shared(function, items):
+    """function(items), a list as long, each process doing its share."""
+    rank, number = place()
+    results = [None] * len(items)
+    for i, part in enumerate(everyone(function(items[rank::number]))):
+        results[i::number] = part
+    return results
+
+
+# %% [markdown]
+# What is prepared once and kept in files is prepared by the first process.
+# The others wait, and then find it done. (Of each further machine again one
+# goes first, for it may have a disk of its own.)
+
+
+# %% tags=["plumbing"]
+@contextlib.contextmanager
+def one_goes_first():
+    """The body, run by the first process before the others."""
+    turn = 2 if os.environ.get("LOCAL_RANK", "0") != "0" else 1
+    turn = 0 if first() else turn
+    for _ in range(turn):
+        everyone("wait")
+    yield
+    for _ in range(2 - turn):
+        everyone("go on")
+
+
+# %% [markdown]
+# Each process draws its own dropout. The first goes on with the random
+# numbers that made the model, so that a process on its own is as before; the
+# others get seeds that share nothing with it:
+
+
+# %% tags=["plumbing"]
+def own_seed(seed, rank):
+    """A seed of 32 bits for a process, unlike that of any other."""
+    return random.Random(f"{seed}, process {rank}").getrandbits(32)
+
+
+def own_device(name):
+    """`pick_device`; of several processes each takes a GPU of its own."""
+    if place()[1] == 1:
+        return pick_device(name)
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name not in ("cpu", "cuda"):
+        raise InputError(
+            f"--device {name}: several processes run on cpu or cuda, where "
+            "each takes the GPU of its own number"
+        )
+    if name == "cpu":
+        return pick_device(name)
+    device = pick_device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}")
+    torch.cuda.set_device(device)
+    return device
+
+
+# %% [markdown]
+# `torchrun` tells each process by environment variables who it is. They meet
+# in a *store*, a small table of keys and values that one process serves. If
+# some were killed and started anew, the store may still hold what the dead
+# have written. So each says hello under a name that was never used, and the
+# first, who answers, gives the name of this meeting:
+
+
+# %% tags=["plumbing"]
+def name_of_meeting(store, rank, number):
+    """A name common to all processes that are alive, and to no others."""
+    own = os.urandom(8).hex()
+    if rank:
+        store.set(f"hello {rank}", own)
+        name = store.get(f"answer to {own}").decode()  # waits for it
+        store.add(name, 1)
+        return name
+    while store.add(own, 0) < number - 1:
+        for other in range(1, number):
+            if store.check([f"hello {other}"]):
+                name = store.get(f"hello {other}").decode()
+                store.set(f"answer to {name}", own)
+        time.sleep(0.01)
+    return own
+
+
+# %% [markdown]
+# On GPUs tensors travel by NVIDIA's library NCCL, otherwise by gloo. Who
+# waits for the first process may have to wait long, while it prepares a
+# corpus; so the patience is of two hours.
+
+
+# %% tags=["plumbing"]
+def join_processes():
+    """Meet the others that torchrun started; the store, None if alone."""
+    names = "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
+    told = [os.environ.get(name) for name in names]
+    if None in told or int(told[1]) == 1:
+        return None
+    from datetime import timedelta
+
+    patience = timedelta(hours=2)
+    store, rank, number = next(dist.rendezvous("env://", timeout=patience))
+    store = dist.PrefixStore(name_of_meeting(store, rank, number), store)
+    nccl = torch.cuda.is_available() and dist.is_nccl_available()
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if nccl else "gloo", timeout=patience,
+        store=dist.PrefixStore("work", store), rank=rank, world_size=number,
+    )  # fmt: skip
+    if "OMP_NUM_THREADS" not in os.environ:  # torchrun itself sets it to 1
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", number))
+        torch.set_num_threads(max(1, torch.get_num_threads() // here))
+    return store
+
+
+# %% [markdown]
+# **When one of them dies**, the others cannot go on. `torchrun` stops them
+# all and, with `--max-restarts=3`, starts them anew, up to three times. A
+# process that was started anew goes on from the last checkpoint without being
+# told to. The checkpoint holds the random state of every process, so that the
+# end is the same, bit for bit, as if nothing had happened. (With another
+# number of processes a run can be resumed too. Its batches stay the same,
+# dropout does not.)
+
+
+# %% tags=["plumbing"]
+def started_anew():
+    """Whether torchrun has restarted any of the processes."""
+    count = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    return max(everyone(count)) > 0
+
+
+def lost_contact(error):
+    """Whether an error only says that another process is gone."""
+    if place()[1] == 1:
+        return False
+    return isinstance(error, dist.DistError) or "gloo" in str(error)
+
+
+def speaks_for_all(store):
+    """Whether this process is the first to fail; of others, we know why."""
+    try:
+        return store is None or store.add("failed", 1) == 1
+    except RuntimeError:  # torchrun is gone too
+        return False
 
 
 # %% [markdown]
@@ -6568,10 +7593,304 @@ def attention_on_captions():
 
 
 # %% [markdown]
+# ## Into production
+#
+# A trained model is used far more often than it is trained. Two things make
+# that cheaper, and neither needs new training: products of 8-bit integers,
+# and a program written for nothing but translating.
+#
+# ### Products in 8 bits
+#
+# A product of matrices spends its time on multiplying and on fetching the
+# weights. Integers of 8 bits are a quarter of the size of a `float32`, and
+# many processors multiply several of them at once. So, in use, each row of x
+# and each row of W is written as integers from −127 to 127 times one factor
+# of its own, its largest magnitude divided by 127. The sums of the products
+# are exact, in 32 bits. At the end each is multiplied by its two factors:
+#
+# $$(xW^\top)_{ro} \approx f_r\, g_o \sum_i a_{ri}\, b_{oi}, \qquad
+# a_{ri} = \mathrm{round}(x_{ri} / f_r), \quad
+# b_{oi} = \mathrm{round}(W_{oi} / g_o)$$
+#
+# By hand: x = (1, −0.5, 0.25) has the factor 1/127 and the integers 127, −64
+# and 32 (63.5 and 31.75, rounded). This is *dynamic* quantization: the
+# factors of x are found anew for each x, so no sample of data is needed
+# beforehand. And because each row has its own, the other sentences of a
+# batch do not matter. Everything else stays in 32 bits: attention's own
+# products, norms, softmax, sums, and the rows that an embedding looks up.
+# Only used backwards, for the logits, is the embedding multiplied by; that is
+# the largest product of all when V is large.
+
+
+# %%
+def int8_rows(x):
+    """(R, I) -> integers (R, I) in 8 bits, and each row's factor (R, 1)."""
+    factor = x.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 127
+    return (x / factor).round_().to(torch.int8), factor
+
+
+class Int8Product:
+    """Multiplies by the rows of a weight (O, I), from factors in 8 bits."""
+
+    def __init__(self, weight):
+        self.weight, factor = int8_rows(weight.detach())
+        self.factor = factor.T  # (1, O)
+
+    def __call__(self, x):
+        """(..., I) -> (..., O)"""
+        rows, factor = int8_rows(x.reshape(-1, x.size(-1)))
+        sums = torch._int_mm(rows, self.weight.T)  # (R, O), exact
+        y = (sums * factor).mul_(self.factor)
+        return y.view(*x.shape[:-1], -1)
+
+
+# %% [markdown]
+# As with products in 16 bits, the model stays as it is: its linear maps and
+# its target embedding change their class. From then on it is for use only.
+# The integers are made once, so later changes of the weights have no effect.
+
+
+# %%
+class Int8Linear(nn.Linear):
+    """nn.Linear, for use only, with factors in 8 bits."""
+
+    def forward(self, x):
+        y = self.product(x)
+        return y if self.bias is None else y.add_(self.bias)
+
+
+class Int8Embedding(Embedding):
+    """An Embedding whose logits have factors in 8 bits."""
+
+    def logits(self, states):
+        return self.product(states)
+
+
+def use_int8(model):
+    """Let the products of a model in use have factors in 8 bits.
+
+    InputError where this PyTorch has no such product for the model's device.
+    """
+    weights = model.tgt_embedding.weight
+    try:
+        if weights.device.type != "cpu":
+            raise RuntimeError(f"on the device {weights.device}")
+        Int8Product(weights[:16])(weights[:2])
+    except (RuntimeError, AttributeError) as error:
+        raise InputError(
+            "--int8: this PyTorch has no product of 8-bit integers "
+            f"({str(error).splitlines()[0]}); leave --int8 out, or take "
+            "--device cpu and a newer PyTorch"
+        ) from None
+    for module in [*model.modules(), model.tgt_embedding]:
+        if isinstance(module, nn.Linear):
+            module.__class__ = Int8Linear
+        elif module is model.tgt_embedding:
+            module.__class__ = Int8Embedding
+        else:
+            continue
+        module.product = Int8Product(module.weight)
+
+
+# %% [markdown]
+# How much is lost? Rounding is off by at most half a unit, so each factor of
+# a product by at most half of its row's factor. That bounds every sum:
+
+
+# %%
+@check
+def int8_products_are_close():
+    """Rounding costs a product what it may cost, and about 1 % in all."""
+    weight = torch.randn(48, 64) * torch.logspace(-3, 3, 48)[:, None]
+    x = torch.randn(5, 7, 64) * torch.logspace(-3, 3, 7)[:, None]
+    product = Int8Product(weight)
+    exact, rounded = x.double() @ weight.double().T, product(x)
+    f = x.abs().amax(-1, keepdim=True) / 127  # (5, 7, 1)
+    g = weight.abs().amax(-1) / 127  # (48,)
+    bound = f / 2 * weight.abs().sum(-1) + g / 2 * x.abs().sum(-1)[..., None]
+    bound += 64 * f * g / 4  # both off at once
+    assert ((rounded - exact).abs() <= 1.0001 * bound).all()
+    off = ((rounded - exact) / exact.norm(dim=1, keepdim=True)).norm(dim=1)
+    assert 0 < off.mean() < 0.02
+    for b in range(5):  # bit for bit the same in other company
+        assert product(x[b, 2:3]).equal(rounded[b, 2:3])
+    plain = restless_model()
+    table = plain.tgt_embedding(torch.arange(14)[None])
+    use_int8(plain)
+    assert plain.tgt_embedding(torch.arange(14)[None]).equal(table)
+
+
+# %% [markdown]
+# On the command line it is `--int8`, for `translate` and `evaluate`.
+#
+# ### A model for CTranslate2
+#
+# [CTranslate2](https://github.com/OpenNMT/CTranslate2) is a program that
+# does nothing but run Transformers, on processors and GPUs, from Python or
+# C++, without PyTorch. It knows this architecture, so nothing but the names
+# and the layout of the weights has to change:
+#
+# `python annotated_transformer.py export --format ctranslate2 --model
+# results/model-de-en --out german-english`
+#
+# It needs `pip install ctranslate2`. The new folder is all that has to be
+# copied to where translations are wanted. These lines use it:
+#
+# ```python
+# import ctranslate2, sentencepiece
+#
+# pieces = sentencepiece.SentencePieceProcessor()
+# pieces.load("german-english/pieces.model")
+# model = ctranslate2.Translator("german-english")
+# texts = ["Zwei Kinder spielen im Schnee."]
+# tokens = [pieces.encode(text, out_type=str) for text in texts]
+# for result in model.translate_batch(tokens, beam_size=4):
+#     print(pieces.decode(result.hypotheses[0]))
+# ```
+#
+# A model of both directions wants its tag first: `["<2en>", *pieces…]`. A
+# model of whole words has no `pieces.model`; its tokens are the words that
+# `tokenize` gives.
+#
+# What has to be said to CTranslate2, and what is easily got wrong:
+#
+# * Queries, keys and values of self-attention are one matrix there, one
+#   below the other; in cross-attention, keys and values are.
+# * Our sine and cosine take turns from dimension to dimension; elsewhere all
+#   sines may come first. So we store our own table, for as many places as
+#   CTranslate2 reads of a source (1,024), and 76 more.
+# * The source ends in `</s>`, the target begins with `<s>`.
+# * `<pad>`, `<s>` and `<unk>` are never written: their logits get a bias of
+#   −10,000.
+
+
+# %% tags=["plumbing"]
+def export_norm(spec, norm):
+    """Fill in a layer normalization."""
+    spec.gamma, spec.beta = norm.weight.data, norm.bias.data
+
+
+def export_attention(spec, heads, norm):
+    """Fill in an attention and its norm."""
+    parts = [w.weight.data for w in (heads.W_Q, heads.W_K, heads.W_V)]
+    own = len(spec.linear) == 2  # self-attention: one matrix, and W_O
+    stacks = [parts] if own else [parts[:1], parts[1:]]
+    for linear, stack in zip(spec.linear, stacks):
+        linear.weight = torch.cat(stack)
+    spec.linear[-1].weight = heads.W_O.weight.data
+    export_norm(spec.layer_norm, norm)
+
+
+def export_stack(spec, stack, embedding, table):
+    """Fill in the encoder or the decoder."""
+    first = spec.embeddings
+    first = first[0] if isinstance(first, list) else first
+    first.weight = embedding.weight.data
+    spec.scale_embeddings = embedding.scale
+    spec.position_encodings.encodings = table
+    for part, layer in zip(spec.layer, stack.layers):
+        norms = [residual.norm for residual in layer.residuals]
+        export_attention(part.self_attention, layer.self_attention, norms[0])
+        if isinstance(layer, DecoderLayer):
+            export_attention(part.attention, layer.cross_attention, norms[1])
+        export_norm(part.ffn.layer_norm, norms[-1])
+        for linear, ours in (
+            (part.ffn.linear_0, layer.feed_forward.W_1),
+            (part.ffn.linear_1, layer.feed_forward.W_2),
+        ):
+            linear.weight, linear.bias = ours.weight.data, ours.bias.data
+    if isinstance(stack.norm, nn.LayerNorm):  # pre-norm's last
+        export_norm(spec.layer_norm, stack.norm)
+
+
+# %% [markdown]
+# The whole model, with its vocabularies. CTranslate2's own ending of a
+# source is switched on, so that it is given the tokens alone.
+
+
+# %% tags=["plumbing"]
+def ctranslate2_spec(translator, places=1100):
+    """A translator as CTranslate2's description of a Transformer.
+
+    `places`: the longest text in tokens that it can read or write.
+    """
+    try:
+        from ctranslate2.specs import TransformerSpec
+    except ImportError:
+        raise InputError(
+            "--format ctranslate2 needs a package: pip install ctranslate2"
+        ) from None
+    model = copy.deepcopy(translator.model)  # its int8 is made in place
+    c, target = model.config, model.tgt_embedding
+    spec = TransformerSpec.from_config(c.N, c.h, pre_norm=c.norm_first)
+    table = positional_encoding(places, c.d_model)
+    own = model.position.table[:places]  # the same, unless it was changed
+    table[: len(own)] = own
+    export_stack(spec.encoder, model.encoder, model.src_embedding, table)
+    export_stack(spec.decoder, model.decoder, target, table)
+    spec.decoder.projection.weight = target.weight.data
+    never = torch.zeros(c.tgt_vocab)
+    never[[PAD, BOS, UNK]] = -1e4
+    spec.decoder.projection.bias = never
+    for side in ("src", "tgt"):
+        vocab = getattr(translator, f"{side}_vocab")
+        kind = {"src": "source", "tgt": "target"}[side]
+        register = getattr(spec, f"register_{kind}_vocabulary")
+        register(vocab.decode(range(len(vocab))))
+    settings = spec.config
+    settings.unk_token, settings.bos_token = SPECIALS[UNK], SPECIALS[BOS]
+    settings.eos_token = SPECIALS[EOS]
+    settings.decoder_start_token = SPECIALS[BOS]
+    settings.add_source_bos, settings.add_source_eos = False, True
+    settings.layer_norm_epsilon = model.encoder.layers[0].residuals[0].norm.eps
+    return spec
+
+
+# %% [markdown]
+# The folder appears whole or not at all: it is filled under another name,
+# and then renamed.
+
+
+# %% tags=["plumbing"]
+def export_ctranslate2(translator, folder, quantization="none"):
+    """Write a new folder with a model that CTranslate2 runs.
+
+    `quantization` is one of QUANTIZATIONS. InputError if the folder exists
+    already, if it cannot be made, or if the package is missing.
+    """
+    if folder.exists():
+        raise InputError(f"{folder} exists already; choose another --out")
+    spec = ctranslate2_spec(translator)
+    spec.validate()
+    spec.optimize(None if quantization == "none" else quantization)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        place = tempfile.TemporaryDirectory(
+            prefix=f".{folder.name}.", dir=folder.parent
+        )
+    except OSError as error:
+        raise InputError(f"{folder}: no place for a model: {error}") from None
+    with place:
+        unfinished = Path(place.name) / "model"
+        unfinished.mkdir()
+        spec.save(str(unfinished))
+        if isinstance(translator.src_vocab, Pieces):
+            pieces = translator.src_vocab.model
+            (unfinished / "pieces.model").write_bytes(pieces)
+        os.rename(unfinished, folder)
+
+
+QUANTIZATIONS = (
+    "none", "int8", "int8_float32", "int8_float16", "int8_bfloat16", "int16",
+    "float16", "bfloat16",
+)  # fmt: skip
+
+# %% [markdown]
 # ## The command line
 #
-# Five commands: `copy` learns to copy (the default), `train` makes a model,
-# `translate` uses it, `evaluate` measures it, `curves` draws its training.
+# Six commands: `copy` learns to copy (the default), `train` makes a model,
+# `translate` uses it, `evaluate` measures it, `curves` draws its training,
+# `export` makes it one of CTranslate2's.
 # For example, `python annotated_transformer.py translate --model
 # results/model-de-en "Zwei Kinder spielen im Schnee."`; `--help` after a
 # command lists its options.
@@ -6593,11 +7912,17 @@ RECIPES = {
 }
 
 
-def say(*words):
+def tell(*words):
     """A line for the reader, beside the output proper and the bar."""
     from tqdm import tqdm
 
     tqdm.write(" ".join(map(str, words)), file=sys.stderr)
+
+
+def say(*words):
+    """`tell`, but of several processes only the first does."""
+    if first():
+        tell(*words)
 
 
 def announce(device, expected=""):
@@ -6606,7 +7931,9 @@ def announce(device, expected=""):
         name = torch.cuda.get_device_name(device)
     else:
         name = f"{torch.get_num_threads()} threads"
-    say(f"device: {device} ({name}){expected}")
+    number = place()[1]
+    each = f", each of {number} processes" if number > 1 else ""
+    say(f"device: {device} ({name}){each}{expected}")
 
 
 # %% [markdown]
@@ -6633,13 +7960,15 @@ def run_copy(args):
 
 # %% tags=["plumbing"]
 def run_train(args):
-    device, folder = pick_device(args.device), Path(args.out)
+    device, folder = own_device(args.device), Path(args.out)
     for name in ("save_every", "average"):
         if getattr(args, name) < 1:
             option = name.replace("_", "-")
             raise InputError(f"--{option} must be at least 1")
     if args.src == args.tgt:
         raise InputError(f"--src and --tgt are both {args.src}")
+    if started_anew():  # by torchrun: then nobody could type --resume
+        args.resume = (folder / "checkpoint.pt").exists()
     began = [folder / name for name in ("model.json", "checkpoint.pt")]
     if any(path.exists() for path in began) and not args.resume:
         raise InputError(
@@ -6654,6 +7983,8 @@ def run_train(args):
     announce(device)
     if args.tensorboard:
         check_tensorboard()
+    if args.compile:
+        check_compiler(device)
     recipe, sizes, pieces = settings_of(args)
     languages = args.src, args.tgt
     facts = {"languages": list(languages), "preset": args.preset}
@@ -6663,36 +7994,37 @@ def run_train(args):
     saved = saved_description(folder) if args.resume else None
     if saved:
         check_same_facts(saved, facts, folder)
-    texts, val = training_pairs(args.corpus, *languages)
-    torch.manual_seed(args.seed)
-    start = load_start(args, recipe) if args.start else None
-    corpus = training_corpus(args, texts, pieces, recipe.both, start)
-    say(texts.report(val))
-    facts["data"] = texts.facts["data"]
-    if saved and saved["data"] != facts["data"]:
-        files = corpus.wanted["files"]
-        names = " and ".join(set(files) & set(corpus.changed) or files)
-        raise InputError(
-            f"{folder}: cannot resume, {names} changed since the run began; "
-            "restore the corpus, or start anew with another --out"
-        )
-    if start:
-        translator = start
-        facts["start"] = sha256(Path(args.start) / "weights.pt")
-    else:
-        how = corpus.wanted["vocabulary"]
-        learn = partial(learn_vocabularies, languages=languages, **how)
-        vocabs = corpus.vocabularies(learn)
-        translator = new_translator(vocabs, languages, sizes, recipe.both)
-    if saved:
-        check_same_facts(saved, {**facts, **describe(translator)}, folder)
-    for place in (folder, corpus.path.parent):
-        try:
-            place.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            text = f"{place}: no place for a model: {error}"
-            raise InputError(text) from None
-    train = corpus.pairs(translator)
+    with one_goes_first():  # who downloads, encodes and writes
+        texts, val = training_pairs(args.corpus, *languages)
+        torch.manual_seed(args.seed)
+        start = load_start(args, recipe) if args.start else None
+        corpus = training_corpus(args, texts, pieces, recipe.both, start)
+        say(texts.report(val))
+        facts["data"] = texts.facts["data"]
+        if saved and saved["data"] != facts["data"]:
+            files = corpus.wanted["files"]
+            names = " and ".join(set(files) & set(corpus.changed) or files)
+            raise InputError(
+                f"{folder}: cannot resume, {names} changed since the run "
+                "began; restore the corpus, or start anew with another --out"
+            )
+        if start:
+            translator = start
+            facts["start"] = sha256(Path(args.start) / "weights.pt")
+        else:
+            how = corpus.wanted["vocabulary"]
+            learn = partial(learn_vocabularies, languages=languages, **how)
+            vocabs = corpus.vocabularies(learn)
+            translator = new_translator(vocabs, languages, sizes, recipe.both)
+        if saved:
+            check_same_facts(saved, {**facts, **describe(translator)}, folder)
+        for home in (folder, corpus.path.parent):
+            try:
+                home.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                text = f"{home}: no place for a model: {error}"
+                raise InputError(text) from None
+        train = corpus.pairs(translator)
     if train.long:
         say(f"left out: {len(train.long):,} pairs of more than 100 tokens")
     count = parameter_count(translator.model.to(device)) / 1e6
@@ -6708,6 +8040,7 @@ def run_train(args):
         "save_every": args.save_every,
         "average": args.average,
         "tensorboard": args.tensorboard,
+        "compile": args.compile,
         "say": say,
     }
     train_translator(run, train, val, recipe, folder, options)
@@ -6792,9 +8125,10 @@ def settings_of(args):
         if getattr(args, name, None) is not None:
             settings[name] = getattr(args, name)
     if args.preset == "laptop" and args.half is None:
-        settings["half"] = half_before(args)
-    if "batch_tokens" in settings:
-        settings["max_tokens"] = min(settings["batch_tokens"], 4096)
+        settings["half"] = from_first(lambda: half_before(args))
+    if args.max_tokens is None:
+        places = settings.get("batch_tokens", Recipe.batch_tokens)
+        settings["max_tokens"] = min(places, 4096 * place()[1])
     for name in ("dropout", "attention_dropout", "norm_first"):
         if getattr(args, name) is not None:
             sizes[name] = getattr(args, name)
@@ -6837,6 +8171,18 @@ def check_tensorboard():
         raise InputError(
             "--tensorboard needs a package: pip install tensorboard"
         ) from None
+
+
+# %% [markdown]
+# And one program:
+
+
+# %% tags=["plumbing"]
+def check_compiler(device):
+    """InputError where torch.compile would find no C++ compiler."""
+    names = os.environ.get("CXX", "g++"), "clang++", "cl"
+    if device.type == "cpu" and not any(map(shutil.which, names)):
+        raise InputError("--compile needs a C++ compiler: install g++")
 
 
 # %% [markdown]
@@ -6883,6 +8229,8 @@ def load_direction(args, device):
     translator = load_translator(Path(args.model), device)
     if args.beam < 1:
         raise InputError("--beam must be at least 1")
+    if args.int8:
+        use_int8(translator.model)
     if not args.reverse:
         return translator
     if not translator.both:
@@ -7064,6 +8412,22 @@ def run_curves(args):
 
 
 # %% [markdown]
+# `export` writes a model for another program. What the package is missing
+# for, and what stands in the way, is said before anything is written.
+
+
+# %% tags=["plumbing"]
+def run_export(args):
+    out = Path(args.out)
+    if out.exists():
+        raise InputError(f"{out} exists already; choose another --out")
+    translator = load_translator(Path(args.model))
+    export_ctranslate2(translator, out, args.quantization)
+    size = (out / "model.bin").stat().st_size / 1e6
+    say(f"done: {out}, {size:.1f} MB")
+
+
+# %% [markdown]
 # What `--help` prints is made here. First the numbers that `train` takes:
 # the name, its kind, and what it means.
 
@@ -7074,6 +8438,7 @@ NUMBERS = (
     ("--warmup", int, "updates of rising learning rate"),
     ("--factor", float, "on the learning rate"),
     ("--batch-tokens", int, "places in an update, on the longer side"),
+    ("--max-tokens", int, "of them at once (4096 a process)"),
 )
 LEVERS = (
     ("--dropout", float, "instead of the preset's"),
@@ -7106,6 +8471,8 @@ def add_model(parser):
     option("--alpha", type=float, default=0.6, metavar="X", help=power)
     text = "the other direction of a model trained with --both"
     option("--reverse", action="store_true", help=text)
+    text = "products of 8-bit integers, on a processor"
+    option("--int8", action="store_true", help=text)
 
 
 # %% [markdown]
@@ -7137,6 +8504,8 @@ def add_training(train):
     option("--average", type=int, default=5, metavar="K", help=text)
     option("--resume", action="store_true", help="go on with the run in DIR")
     option("--tensorboard", action="store_true", help="write its files too")
+    text = "let torch.compile join small operations"
+    option("--compile", action="store_true", help=text)
     levers = train.add_argument_group("levers beyond the paper")
     add_numbers(levers, LEVERS)
     option = levers.add_argument
@@ -7191,37 +8560,68 @@ def parser():
     option("--model", required=True, metavar="DIR", help="the run's folder")
     text = ".svg, .png or .html"
     option("--out", required=True, metavar="FILE", help=text)
+    text = "write a model for another program"
+    option = command("export", run_export, text).add_argument
+    text = "the program (CTranslate2 is the only one so far)"
+    option("--format", required=True, choices=("ctranslate2",), help=text)
+    option("--model", required=True, metavar="DIR", help="the model's folder")
+    option("--out", required=True, metavar="DIR", help="a new folder")
+    text = "kind of the numbers in the file (none: 32 bits)"
+    kinds = dict(choices=QUANTIZATIONS, default="none", help=text)
+    option("--quantization", **kinds)
     return top
 
 
 # %% [markdown]
+# A command line is read and run. Of several processes all read it, and one
+# complains.
+
+
+# %% tags=["plumbing"]
+def run_command(argv):
+    """Read a command line and do what it says."""
+    shown = sys.stderr if first() else io.StringIO()
+    with contextlib.redirect_stderr(shown):
+        args = parser().parse_args(argv)
+    if place()[1] > 1 and args.run is not run_train:
+        raise InputError("torchrun is for `train`; start the others by python")
+    args.run(args)
+
+
+# %% [markdown]
 # And last, the function that ties the commands to exit statuses: 0 if all is
-# well, 2 for wrong input, 130 for Ctrl-C.
+# well, 2 for wrong input, 130 for Ctrl-C, and 1 if another process is gone.
 
 
 # %% tags=["plumbing"]
 def main(argv):
     """Run a command line; returns the exit status."""
-    args = parser().parse_args(argv)
     for stream_ in (sys.stdout, sys.stderr):
         if hasattr(stream_, "reconfigure"):
             stream_.reconfigure(encoding="utf-8")
+    store = join_processes()
     try:
-        args.run(args)
+        run_command(argv)
+        if store:
+            dist.destroy_process_group()
+        return 0
     except InputError as error:
-        say(f"error: {error}")
-        return 2
+        status, words = 2, f"error: {error}"
     except BrokenPipeError:  # the reader has stopped, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:  # a full disk, a folder that is not there
-        say(f"error: {error}")
-        return 2
+        status, words = 2, f"error: {error}"
     except KeyboardInterrupt:
         more = "; training goes on from its last checkpoint by --resume"
-        say("stopped" + (more if args.run is run_train else ""))
-        return 130
-    return 0
+        status, words = 130, "stopped" + more * (argv[:1] == ["train"])
+    except RuntimeError as error:
+        if not lost_contact(error):
+            raise
+        status, words = 1, "error: another process has ended, so all must"
+    if speaks_for_all(store):
+        tell(words)
+    return status
 
 
 # %% [markdown]

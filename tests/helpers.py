@@ -1,18 +1,27 @@
 """What the tests of the command line and of long runs share."""
 
 import contextlib
+import importlib
 import io
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 import annotated_transformer as book
 
 SCRIPT = Path(book.__file__)
 ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
+
+
+def needed(name):
+    """Import a package of tests/peers.txt; skip without it, but not in CI."""
+    if os.environ.get("CI"):
+        return importlib.import_module(name)
+    return pytest.importorskip(name, reason="needs tests/peers.txt")
 
 
 def fresh(*arguments, text=None, **options):

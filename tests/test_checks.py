@@ -158,14 +158,39 @@ SLIPS = {
         "accumulated_gradient_is_the_large_one",
     ),
     "the words' own gradient lost": (
-        "    weight.grad += at_weight",
-        "    weight.grad += 0 * at_weight",
+        "    add_gradient(weight, at_weight)",
+        "    add_gradient(weight, 0 * at_weight)",
         "accumulated_gradient_is_the_large_one",
+    ),
+    "a gradient of the words that replaces the last": (
+        "        weight.grad += gradient",
+        "        weight.grad = gradient.to(weight.dtype)",
+        "accumulated_gradient_is_the_large_one",
+    ),
+    "a pair that no process takes": (
+        "batch.src[rank::number], batch.tgt[rank::number]",
+        "batch.src[rank + 1 :: number], batch.tgt[rank + 1 :: number]",
+        "shares_add_up_to_the_whole",
+    ),
+    "a pair that counts though it was only borrowed": (
+        "    tgt[:, 1:] = PAD",
+        "    tgt[:, 1:] = tgt[:, 1:].clone()",
+        "shares_add_up_to_the_whole",
     ),
     "smoothing that pulls the other way": (
         "q.exp_().sub_(even)",
         "q.exp_().add_(even)",
         "accumulated_gradient_is_the_large_one",
+    ),
+    "one factor for all rows": (
+        "factor = x.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 127",
+        "factor = x.abs().amax().expand(len(x), 1).clamp(min=1e-30) / 127",
+        "int8_products_are_close",
+    ),
+    "cut off, not rounded": (
+        "(x / factor).round_().to(torch.int8)",
+        "(x / factor).to(torch.int8)",
+        "int8_products_are_close",
     ),
     "16 bits in use as well": (
         "            return super().forward(x)\n        return HalfProduct",
@@ -241,6 +266,31 @@ SLIPS = {
         "state = self.model.decoder.norm(y)[:, 0]",
         "state = y[:, 0]",
         "cache_changes_nothing",
+    ),
+    "every beginning everyone's ancestor": (
+        "self.ancestors[..., self.new] = True if alike else eye",
+        "self.ancestors[..., self.new] = True",
+        "writer_changes_nothing",
+    ),
+    "ancestors not sorted with the beam": (
+        "rows = self.ancestors.flatten(0, 1)[texts]",
+        "rows = self.ancestors.flatten(0, 1)[: len(texts)]",
+        "writer_changes_nothing",
+    ),
+    "products joined in the wrong order": (
+        "three = heads.W_Q, heads.W_K, heads.W_V",
+        "three = heads.W_K, heads.W_Q, heads.W_V",
+        "writer_changes_nothing",
+    ),
+    "no ReLU in the laid-out network": (
+        'then = "relu" if self.relu else "none"',
+        'then = "none"',
+        "writer_changes_nothing",
+    ),
+    "a source's keys left behind": (
+        "self.source = self.source.index_select(1, sources)",
+        "self.source = self.source[:, : len(sources)]",
+        "writer_changes_nothing",
     ),
     "a divergence in one direction": (
         "((first.exp() - second.exp()) * (first - second))",

@@ -29,7 +29,7 @@ from helpers import (
 import annotated_transformer as book
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-COMMANDS = ["copy", "train", "translate", "evaluate", "curves"]
+COMMANDS = ["copy", "train", "translate", "evaluate", "curves", "export"]
 
 
 # ------------------------------------------------------------------- two runs
@@ -87,14 +87,17 @@ def test_help_lists_every_command(capsys):
 OPTIONS = {
     "copy": "--device --seed",
     "train": "--device --corpus --src --tgt --preset --out --steps --seed "
-    "--cache "
-    "--pieces --warmup --factor --batch-tokens --average --tensorboard "
+    "--cache --from --compile "
+    "--pieces --warmup --factor --batch-tokens --max-tokens --average "
+    "--tensorboard "
     "--norm-first --dropout --attention-dropout --decay --ema --r-drop "
     "--bpe-dropout --both --half --save-every --resume",
-    "translate": "--device --model --beam --alpha --reverse --nbest sentence",
-    "evaluate": "--device --model --beam --alpha --reverse --json --corpus "
-    "--split",
+    "translate": "--device --model --beam --alpha --reverse --int8 --nbest "
+    "sentence",
+    "evaluate": "--device --model --beam --alpha --reverse --int8 --json "
+    "--corpus --split",
     "curves": "--device --model --out",
+    "export": "--device --format --model --out --quantization",
 }
 
 
@@ -102,7 +105,7 @@ OPTIONS = {
 def test_help_of_a_command_names_its_options(capsys, command):
     text = helped(capsys, command)
     assert text.startswith(f"usage: {SCRIPT.name} {command}")
-    named = set(re.findall(r"^  (--[a-z-]+|[a-z]+)\b", text, re.M))
+    named = set(re.findall(r"^  (--[a-z0-9-]+|[a-z]+)\b", text, re.M))
     assert named - {"-h"} == set(OPTIONS[command].split())
 
 

@@ -1,0 +1,319 @@
+"""A model in production: products in 8 bits, and CTranslate2's own form."""
+
+import contextlib
+import io
+import re
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import contents, needed, refused, run
+
+import annotated_transformer as book
+from annotated_transformer import BOS, EOS, PAD, UNK
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SIZES = dict(N=2, d_model=32, d_ff=64, h=4, dropout=0.0)
+TEXTS = [pair.de for pair in book.toy_corpus()["test"][:40]]
+
+
+def lively(vocabs, seed=0, both=False, **changes):
+    """A translator that nobody trained, whose outputs differ in length."""
+    torch.manual_seed(seed)
+    shared = vocabs[0] is vocabs[1]
+    config = book.Config(*map(len, vocabs), shared=shared, **SIZES | changes)
+    model = book.Transformer(config).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                weight.normal_(0, 0.3)
+            else:
+                weight.add_(0.1 * torch.randn_like(weight))
+        for layer in model.decoder.layers:
+            layer.cross_attention.W_O.weight *= 6
+        model.tgt_embedding.weight[EOS] *= 2
+    return book.Translator(model, vocabs, ("de", "en"), both)
+
+
+def words(seed=0, **changes):
+    """The same with a vocabulary of whole words for each language."""
+    pairs = book.toy_corpus()["train"][:300]
+    vocabs = [
+        book.Vocabulary.build([text.split() for text in side])
+        for side in zip(*[(pair.de, pair.en) for pair in pairs])
+    ]
+    return lively(vocabs, seed, **changes)
+
+
+def tagged():
+    """Pieces with a tag for each language, as `train --both` makes them."""
+    train = book.toy_corpus()["train"]
+    texts = [text for pair in train[:500] for text in (pair.de, pair.en)]
+    return book.Pieces.learn(texts, 200, ["<2de>", "<2en>"])
+
+
+KINDS = {
+    "pieces, post-norm": lambda: lively([book.toy_pieces()] * 2),
+    "pieces, pre-norm": lambda: lively(
+        [book.toy_pieces()] * 2, norm_first=True
+    ),
+    "words, post-norm": words,
+    "words, pre-norm": lambda: words(norm_first=True),
+    "both directions": lambda: lively([tagged()] * 2, both=True),
+}
+
+
+def written(folder, tokens, **options):
+    """What CTranslate2 writes, greedily, from an exported folder."""
+    model = needed("ctranslate2").Translator(str(folder), intra_threads=1)
+    given = dict(beam_size=1, min_decoding_length=0, max_decoding_length=300)
+    found = model.translate_batch(tokens, **given | options)
+    return [result.hypotheses[0] for result in found]
+
+
+def export(capsys, translator, place, *more):
+    """Save a translator and export it by the command: the new folder."""
+    needed("ctranslate2")
+    book.save_translator(translator, place / "saved")
+    status, output, errors = run(
+        capsys, "export", "--format", "ctranslate2",
+        "--model", place / "saved", "--out", place / "out", *more,
+    )  # fmt: skip
+    assert (status, output) == (0, "") and "done" in errors
+    return place / "out"
+
+
+# ----------------------------------------------------------- CTranslate2 equal
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_exported_model_writes_what_ours_writes(kind, capsys, tmp_path):
+    translator = KINDS[kind]()
+    folder = export(capsys, translator, tmp_path)
+    tokens = [translator.split(text) for text in TEXTS]
+    # Source + 50 is one limit for each sentence here, one for all there.
+    ours = translator.search(tokens, book.greedy)
+    limits = [len(row) + 1 + 50 for row in tokens]
+    theirs = [
+        text[:limit] for text, limit in zip(written(folder, tokens), limits)
+    ]
+    assert theirs == [translator.tgt_vocab.decode(row) for row in ours]
+    assert len({len(row) for row in theirs}) > 5
+    assert len(set(map(tuple, theirs))) > 20
+
+
+def test_the_tag_of_the_other_direction_gives_another_text(capsys, tmp_path):
+    translator = KINDS["both directions"]()
+    folder = export(capsys, translator, tmp_path)
+    forth, back = translator, translator.reversed()
+    one, other = (list(map(way.split, TEXTS)) for way in (forth, back))
+    assert one[0][0] == "<2en>" and other[0][0] == "<2de>"
+    assert one[0][1:] == other[0][1:]
+    short = partial(written, folder, max_decoding_length=9)
+    assert short(one) != short(other)
+
+
+def test_the_lines_in_the_book_translate(capsys, tmp_path):
+    translator = KINDS["pieces, pre-norm"]()
+    folder = export(capsys, translator, tmp_path)
+    source = Path(book.__file__).read_text(encoding="utf-8")
+    [block] = re.findall(r"(?ms)^# ```python\n(.*?)^# ```\n", source)
+    lines = re.sub(r"(?m)^# ?", "", block)
+    lines = lines.replace("german-english", str(folder))
+    assert lines.count(str(folder)) == 2
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown):
+        exec(lines, {})
+    assert len(shown.getvalue().splitlines()) == 1
+    assert "⁇" not in shown.getvalue()
+
+
+def test_special_tokens_are_never_written(tmp_path):
+    translator = KINDS["pieces, post-norm"]()
+    with torch.no_grad():  # it would like nothing better
+        translator.model.tgt_embedding.weight[[PAD, BOS, UNK]] *= 5
+    needed("ctranslate2")
+    book.export_ctranslate2(translator, tmp_path / "out")
+    tokens = [translator.split(text) for text in TEXTS[:10]]
+    for row in written(tmp_path / "out", tokens, beam_size=3):
+        assert not {"<pad>", "<s>", "<unk>"} & set(row)
+
+
+def test_a_long_source_is_read_to_its_end(tmp_path):
+    translator = KINDS["pieces, pre-norm"]()
+    needed("ctranslate2")
+    book.export_ctranslate2(translator, tmp_path / "out")
+    tokens = [(translator.split(" ".join(TEXTS)) * 3)[:1020]]
+    assert len(tokens[0]) == 1020
+    [ours] = translator.search(tokens, book.greedy)
+    [theirs] = written(tmp_path / "out", tokens, max_decoding_length=50)
+    assert theirs == translator.tgt_vocab.decode(ours)[:50]
+
+
+@pytest.mark.parametrize("kind", book.QUANTIZATIONS)
+def test_every_kind_of_number_can_be_written_and_read(kind, tmp_path):
+    ctranslate2 = needed("ctranslate2")
+    translator = KINDS["pieces, post-norm"]()
+    before = {k: w.clone() for k, w in translator.model.state_dict().items()}
+    book.export_ctranslate2(translator, tmp_path / "out", kind)
+    ctranslate2.Translator(str(tmp_path / "out"))
+    size = (tmp_path / "out" / "model.bin").stat().st_size
+    whole = 4 * book.parameter_count(translator.model)
+    assert size < whole / 2 + 2**18 or kind == "none"
+    after = translator.model.state_dict()
+    assert all(after[k].equal(weight) for k, weight in before.items())
+
+
+def test_real_captions_come_out_as_ours(data, tmp_path):
+    needed("ctranslate2")
+    translator = book.load_translator(book.published_model())
+    book.export_ctranslate2(translator, tmp_path / "out")
+    part = str(data / "multi30k"), "test_2016_flickr"
+    pairs = book.corpus_part(*part, "de", "en")[:200]
+    tokens = [translator.split(source) for source, _ in pairs]
+    theirs = written(tmp_path / "out", tokens)
+    ours = translator.translate_words(tokens)
+    assert sum(a != b for a, b in zip(ours, theirs)) <= 2
+
+
+# ------------------------------------------------------------ whole or not
+
+
+def test_a_folder_that_exists_is_refused(capsys, tmp_path):
+    message = refused(
+        capsys, "export", "--format", "ctranslate2",
+        "--model", tmp_path / "nowhere", "--out", tmp_path,
+    )  # fmt: skip
+    assert str(tmp_path) in message and "--out" in message
+    assert not any(tmp_path.iterdir())
+
+
+def test_the_missing_package_is_named(capsys, monkeypatch, tmp_path):
+    for name in ("ctranslate2", "ctranslate2.specs"):
+        monkeypatch.setitem(sys.modules, name, None)
+    book.save_translator(words(), tmp_path / "saved")
+    message = refused(
+        capsys, "export", "--format", "ctranslate2",
+        "--model", tmp_path / "saved", "--out", tmp_path / "new" / "out",
+    )  # fmt: skip
+    assert "pip install ctranslate2" in message
+    assert not (tmp_path / "new").exists()
+
+
+def test_an_export_that_fails_leaves_nothing(monkeypatch, tmp_path):
+    needed("ctranslate2")
+    from ctranslate2.specs import TransformerSpec
+
+    def half(self, folder):
+        (Path(folder) / "model.bin").write_bytes(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(TransformerSpec, "save", half)
+    with pytest.raises(OSError, match="disk full"):
+        book.export_ctranslate2(words(), tmp_path / "out")
+    assert not any(tmp_path.iterdir())
+
+
+def test_the_folder_holds_its_pieces(tmp_path):
+    needed("ctranslate2")
+    translator = KINDS["pieces, post-norm"]()
+    book.export_ctranslate2(translator, tmp_path / "deep" / "out")
+    files = contents(tmp_path / "deep" / "out")
+    assert set(files) == {
+        "config.json", "model.bin", "pieces.model", "shared_vocabulary.json",
+    }  # fmt: skip
+    assert files["pieces.model"] == book.toy_pieces().model
+
+
+# ------------------------------------------------------------------- 8 bits
+
+
+@pytest.mark.parametrize("kind", ["pieces, pre-norm", "words, post-norm"])
+def test_in_use_no_product_is_left_in_32_bits(kind):
+    """The float weights may go: only the embeddings are still looked up."""
+    translator = KINDS[kind]()
+    model = translator.model
+    book.use_int8(model)
+    before = translator.translate(TEXTS[:10], beam=3)
+    loss = book.perplexity(model, [([5, 6, EOS], [BOS, 7, 8, EOS])])
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, torch.nn.Linear):
+                module.weight.fill_(torch.nan)
+    assert translator.translate(TEXTS[:10], beam=3) == before
+    assert len(set(before)) > 3
+    again = book.perplexity(model, [([5, 6, EOS], [BOS, 7, 8, EOS])])
+    assert again == loss
+
+
+def test_logits_are_in_8_bits_and_the_rows_looked_up_are_not():
+    for shared in (True, False):
+        torch.manual_seed(0)
+        model = book.restless_model(shared=shared)
+        src, tgt = torch.randint(4, 14, (2, 3, 5))
+        with torch.no_grad():
+            states = model.states(src, tgt)
+            exact = model.tgt_embedding.logits(states)
+            rows = model.tgt_embedding(tgt), model.src_embedding(tgt)
+            book.use_int8(model)
+            assert model.tgt_embedding(tgt).equal(rows[0])
+            assert model.src_embedding(tgt).equal(rows[1])
+            rounded = model.tgt_embedding.logits(states)
+        off = (rounded - exact).norm() / exact.norm()
+        assert 0 < off < 0.02
+        assert (model.src_embedding is model.tgt_embedding) == shared
+
+
+def test_in_8_bits_too_a_batch_is_decoded_like_each_sentence_alone():
+    torch.manual_seed(0)
+    model = book.restless_model()
+    book.use_int8(model)
+    rows = [torch.randint(4, 14, (n,)).tolist() for n in (7, 1, 4, 12, 2)]
+    together = book.greedy(model, book.pad(rows), 9)
+    alone = [book.greedy(model, book.pad([row]), 9)[0] for row in rows]
+    assert together == alone
+
+
+def test_real_captions_in_8_bits_score_as_before(data):
+    translator = book.load_translator(book.published_model())
+    part = str(data / "multi30k"), "val"
+    pairs = book.corpus_part(*part, "de", "en")[:200]
+    sources, references = zip(*pairs)
+    scores = []
+    for _ in range(2):
+        outputs = translator.translate(sources)
+        scores.append(book.bleu(outputs, references).score)
+        book.use_int8(translator.model)
+    assert abs(scores[0] - scores[1]) < 1
+
+
+def test_the_option_is_there_for_both_commands(capsys, corpus, tmp_path):
+    book.save_translator(KINDS["pieces, pre-norm"](), tmp_path)
+    used = []
+    real = torch._int_mm
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            torch, "_int_mm", lambda *args: used.append(1) or real(*args)
+        )
+        model = "--model", tmp_path, "--device", "cpu", "--beam", 1
+        assert run(capsys, "translate", *model, TEXTS[0])[0] == 0
+        assert not used
+        assert run(capsys, "translate", *model, "--int8", TEXTS[0])[0] == 0
+        assert used
+        used.clear()
+        where = "--corpus", corpus
+        assert run(capsys, "evaluate", *model, "--int8", *where)[0] == 0
+        assert used
+
+
+def test_without_such_products_it_is_refused(capsys, monkeypatch, tmp_path):
+    def lacking(*_):
+        raise RuntimeError("not implemented here")
+
+    book.save_translator(KINDS["pieces, pre-norm"](), tmp_path)
+    monkeypatch.setattr(torch, "_int_mm", lacking)
+    model = "--model", tmp_path, "--device", "cpu"
+    message = refused(capsys, "translate", *model, "--int8", TEXTS[0])
+    assert "--int8" in message and "not implemented here" in message
