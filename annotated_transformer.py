@@ -6483,7 +6483,7 @@ class PackedPairs:
 
 
 # %% [markdown]
-# sentencepiece encodes a list of texts faster than one text at a time, so
+# sentencepiece encodes a list of texts on all cores of the processor, so
 # the corpus is taken in portions. Very long pairs would need much memory in
 # training, so those of more than 100 tokens a side are left out; their
 # numbers are kept. The tokens go into a file without a name, which vanishes
@@ -8012,6 +8012,7 @@ def run_train(args):
         check_same_facts(saved, facts, folder)
     with one_goes_first():  # who downloads, encodes and writes
         texts, val = training_pairs(args.corpus, *languages)
+        torch.manual_seed(args.seed)
         start = load_start(args, recipe) if args.start else None
         corpus = training_corpus(args, texts, pieces, recipe.both, start)
         say(texts.report(val))
@@ -8023,7 +8024,6 @@ def run_train(args):
                 f"{folder}: cannot resume, {names} changed since the run "
                 "began; restore the corpus, or start anew with another --out"
             )
-        torch.manual_seed(args.seed)
         if start:
             translator = start
             facts["start"] = sha256(Path(args.start) / "weights.pt")
