@@ -70,8 +70,8 @@ def lengths_to_batch(lengths):
 
 
 GRADIENTS = {
-    "plain": book.backward,
-    "half": partial(book.backward, half=True),
+    "in slices": book.backward_in_slices,
+    "half": partial(book.backward_in_slices, half=True),
     "r_drop": partial(book.backward_r_drop, alpha=2.0),
 }
 BATCHES = {  # lengths of the pairs in each part of an update
