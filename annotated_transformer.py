@@ -7283,14 +7283,18 @@ class SharedGradient:
 # That gives the cost on paper. An update takes about 6 floating-point
 # operations for each weight and token (2 forward, 4 backward). The time to
 # send is the bytes over the speed of the slowest link, plus a *latency* for
-# each turn. The cell assumes, for two processes on a laptop, the tiny sizes
-# with 10,000 pieces, batches of 1,024, 80 · 10⁹ operations and 2 · 10⁹ bytes
-# a second for each core; for GPUs, 350 · 10¹² operations a second (about a
-# third of the peak of a recent one in bfloat16), the paper's vocabulary, and
-# gradients of four bytes. Within a machine a GPU has a link of 450 GB/s
-# (NVLink). Between machines the eight GPUs of each share a network of 400 or
-# 100 Gbit/s, which is 50 or 12.5 GB/s; a ring crosses each machine's link
-# once. Latencies: 20 µs on the laptop, 5 µs in the machine, 20 µs across.
+# each turn. The cell assumes
+#
+# * for two processes on a laptop the tiny sizes with 10,000 pieces, batches
+#   of 1,024, 80 · 10⁹ operations a second for each core, and 1 GB/s from one
+#   to the other;
+# * for GPUs 350 · 10¹² operations a second (about a third of the peak of a
+#   recent one in bfloat16), the paper's vocabulary, and gradients of four
+#   bytes;
+# * within a machine a link of 450 GB/s for each GPU (NVLink); between
+#   machines of eight GPUs a network of 400 or 100 Gbit/s for each machine,
+#   which is 50 or 12.5 GB/s, and a ring that crosses it once;
+# * latencies of 20 µs on the laptop, 5 µs within a machine, 20 µs across.
 
 
 # %%
@@ -7309,7 +7313,7 @@ def cost_of_adding_up():
             for name in ("base", "big")
         }
     links = {"NVLink": (450e9, 5e-6), "400 Gbit": (50e9, 2e-5)}
-    links |= {"100 Gbit": (12.5e9, 2e-5), "laptop": (2e9, 2e-5)}
+    links |= {"100 Gbit": (12.5e9, 2e-5), "laptop": (1e9, 2e-5)}
     cases = [("tiny", 2, "laptop", 1024)]
     cases += [(m, 8, "NVLink", 25_000) for m in models]
     for link in ("400 Gbit", "100 Gbit"):
@@ -7476,12 +7480,12 @@ def join_processes():
 
 # %% [markdown]
 # **When one of them dies**, the others cannot go on. `torchrun` stops them
-# all and, with `--max-restarts=3`, starts them anew, up to three times. A
-# process that was started anew goes on from the last checkpoint without being
-# told to. The checkpoint holds the random state of every process, so that the
-# end is the same, bit for bit, as if nothing had happened. (With another
-# number of processes a run can be resumed too. Its batches stay the same,
-# dropout does not.)
+# all and, with `--max-restarts=3`, starts them anew, up to three times. Then
+# training goes on from the last checkpoint without being told to. The
+# checkpoint holds the random state of every process, so that the end is the
+# same, bit for bit, as if nothing had happened. (With another number of
+# processes a run can be resumed too. Its batches stay the same, dropout does
+# not.)
 
 
 # %% tags=["plumbing"]

@@ -54,6 +54,8 @@ def watching():
             path, mode, flags = arguments
             if set(mode or "") & set("wax+") or flags & 3:
                 written.append(str(path))
+        elif event in ("os.rename", "os.remove"):  # torch.save is unseen
+            written.extend(map(str, arguments[:2]))
 
     sys.addaudithook(watch)
     yield
