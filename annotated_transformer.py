@@ -3181,15 +3181,19 @@ def one_means_after_another():
 
 # %%
 class Product:
-    """x Wᵀ + b with the weights laid out once: for use, not for training."""
+    """Linear maps of one input, joined and laid out once, for use only."""
 
-    def __init__(self, weights, bias=None, relu=False, kind=None):
-        """`weights`: matrices (O, I) of one input, joined; `kind`: a dtype."""
-        joined = torch.cat([w.detach() for w in weights])
+    def __init__(self, maps, relu=False, kind=None):
+        """`maps`: modules with a weight (O, I); `kind`: a dtype."""
+        joined = torch.cat([linear.weight.detach() for linear in maps])
         self.kind, self.relu = kind or joined.dtype, relu
-        self.weight = joined.to(self.kind)
+        bias = getattr(maps[0], "bias", None)
         self.bias = None if bias is None else bias.detach().to(self.kind)
-        self.packed = None
+        self.weight, self.packed, self.integers = None, None, None
+        if hasattr(maps[0], "product"):  # see "Products in 8 bits"
+            self.integers = Int8Product.join(part.product for part in maps)
+            return
+        self.weight = joined.to(self.kind)
         if joined.device.type == "cpu" and joined.dtype == torch.float:
             with contextlib.suppress(AttributeError, RuntimeError):
                 reorder = torch.ops.mkldnn._reorder_linear_weight
@@ -3202,10 +3206,13 @@ class Product:
             then = "relu" if self.relu else "none"
             multiply = torch.ops.mkldnn._linear_pointwise
             y = multiply(y, self.packed, self.bias, then, [], "")
+            return y.to(x.dtype)
+        if self.integers:
+            y = self.integers(y)
+            y = y if self.bias is None else y.add_(self.bias)
         else:  # another device, or a PyTorch without oneDNN
             y = F.linear(y, self.weight, self.bias)
-            y = y.relu_() if self.relu else y
-        return y.to(x.dtype)
+        return (y.relu_() if self.relu else y).to(x.dtype)
 
 
 # %% [markdown]
@@ -3219,14 +3226,13 @@ class LaidOut:
     def __init__(self, layer, kind):
         product = partial(Product, kind=kind)
         heads, think = layer.self_attention, layer.feed_forward
-        three = heads.W_Q, heads.W_K, heads.W_V
-        self.QKV = product([matrix.weight for matrix in three])
-        self.O = product([heads.W_O.weight])
-        self.W_1 = product([think.W_1.weight], think.W_1.bias, relu=True)
-        self.W_2 = product([think.W_2.weight], think.W_2.bias)
+        self.QKV = product([heads.W_Q, heads.W_K, heads.W_V])
+        self.O = product([heads.W_O])
+        self.W_1 = product([think.W_1], relu=True)
+        self.W_2 = product([think.W_2])
         if hasattr(layer, "cross_attention"):
-            self.Q = product([layer.cross_attention.W_Q.weight])
-            self.across_O = product([layer.cross_attention.W_O.weight])
+            self.Q = product([layer.cross_attention.W_Q])
+            self.across_O = product([layer.cross_attention.W_O])
         self.residuals = layer.residuals
 
     def feed_forward(self, x):
@@ -3271,9 +3277,9 @@ class Writer:
             for stack in (model.encoder, model.decoder)
         )
         across = [layer.cross_attention for layer in model.decoder.layers]
-        pairs = [[heads.W_K.weight, heads.W_V.weight] for heads in across]
+        pairs = [[heads.W_K, heads.W_V] for heads in across]
         self.KV = Product(sum(pairs, []), kind=kind)
-        self.logits = Product([model.tgt_embedding.weight], kind=kind)
+        self.logits = Product([model.tgt_embedding], kind=kind)
 
     def encode(self, src):
         """(B, S) source ids -> the memory (B · S, D) and its mask"""
@@ -7730,6 +7736,15 @@ class Int8Product:
         self.weight, factor = int8_rows(weight.detach())
         self.factor = factor.T  # (1, O)
 
+    @classmethod
+    def join(cls, products):
+        """One product in the place of several of the same input."""
+        joined, products = cls.__new__(cls), list(products)
+        joined.weight = torch.cat([product.weight for product in products])
+        factors = [product.factor for product in products]
+        joined.factor = torch.cat(factors, dim=1)
+        return joined
+
     def __call__(self, x):
         """(..., I) -> (..., O)"""
         rows, factor = int8_rows(x.reshape(-1, x.size(-1)))
@@ -7740,8 +7755,9 @@ class Int8Product:
 
 # %% [markdown]
 # As with products in 16 bits, the model stays as it is: its linear maps and
-# its target embedding change their class. From then on it is for use only.
-# The integers are made once, so later changes of the weights have no effect.
+# its target embedding change their class, which a `Writer` notices. From then
+# on it is for use only. The integers are made once, so later changes of the
+# weights have no effect.
 
 
 # %%

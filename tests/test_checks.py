@@ -278,8 +278,8 @@ SLIPS = {
         "writer_changes_nothing",
     ),
     "products joined in the wrong order": (
-        "three = heads.W_Q, heads.W_K, heads.W_V",
-        "three = heads.W_K, heads.W_Q, heads.W_V",
+        "product([heads.W_Q, heads.W_K, heads.W_V])",
+        "product([heads.W_K, heads.W_Q, heads.W_V])",
         "writer_changes_nothing",
     ),
     "no ReLU in the laid-out network": (
