@@ -7050,11 +7050,11 @@ def validate_average(run, val, folder, log, options):
 # that all make the same step and stay equal. PyTorch calls this
 # *DistributedDataParallel*, and `torchrun` starts the processes:
 #
-# `torchrun --nproc-per-node=8 annotated_transformer.py train --corpus … `
+# `torchrun --nproc-per-node=8 annotated_transformer.py train …`
 #
 # It works without a GPU as well: two processes of one thread each, on a
-# laptop. Every process numbers the others from 0; its own number is called
-# its *rank*. Rank 0 is the first: it alone writes files and speaks.
+# laptop. Processes are numbered from 0; the number of one is its *rank*. Rank
+# 0 is the first: it alone writes files and speaks.
 
 # %% tags=["plumbing"]
 import torch.distributed as dist
@@ -7134,9 +7134,98 @@ def shares_add_up_to_the_whole():
 
 
 # %% [markdown]
-# PyTorch's class watches a module's call, and when autograd has finished a
-# gradient, sends it off while the others are still being computed. In our
-# loss, autograd begins at the states. So that is the call to watch. (The
+# Now with real processes. The cell below computes the gradients of two shares
+# and starts two processes. Each reads its own, and they add them up over a
+# network connection within the machine. What a process does stands in
+# `ADDER`:
+
+# %%
+ADDER = """
+import sys
+import torch
+import torch.distributed as dist
+
+folder, rank = sys.argv[1], int(sys.argv[2])
+store = dist.FileStore(f"{folder}/store", 2)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+gradient = torch.load(f"{folder}/gradient-{rank}.pt", weights_only=True)
+dist.all_reduce(gradient)  # now the sum of both, in both
+torch.save(gradient, f"{folder}/sum-{rank}.pt")
+dist.destroy_process_group()
+"""
+
+
+def added_by_processes(gradients):
+    """What each of two processes has after adding; None if they failed."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        for rank, gradient in enumerate(gradients):
+            torch.save(gradient, f"{folder}/gradient-{rank}.pt")
+        command = [sys.executable, "-c", ADDER, folder]
+        processes = [
+            subprocess.Popen([*command, str(rank)], stderr=subprocess.DEVNULL)
+            for rank in range(2)
+        ]
+        codes = [None, None]
+        while None in codes and not any(codes):
+            time.sleep(0.01)
+            codes = [process.poll() for process in processes]
+        for process in processes:  # if one failed, the other would wait
+            process.kill()
+            process.wait()
+        if any(codes):
+            return None
+        return [torch.load(f"{folder}/sum-{rank}.pt") for rank in range(2)]
+
+
+# %% [markdown]
+# What they find, against the gradient of the whole batch. The two lots, each
+# gradient over the tokens of both and each over its own, go in one tensor:
+
+
+# %%
+@example
+def two_processes_add_up():
+    model = tiny_model()
+    rows = [torch.randint(4, 14, (n,)).tolist() for n in (19, 4, 17, 3, 18, 2)]
+    batch = Batch(
+        pad([[*row, EOS] for row in rows]),
+        pad([[BOS, *row, EOS] for row in rows]),
+    )
+
+    def gradient(part, tokens):
+        model.zero_grad()
+        backward(model, part, tokens, 0.1)
+        return torch.cat([w.grad.flatten() for w in model.parameters()])
+
+    whole, lots = gradient(batch, batch.count()), []
+    for rank in range(2):
+        own = share(batch, rank, 2)
+        print(f"process {rank}: {len(own.src)} pairs, {own.count()} tokens")
+        counts = batch.count(), 2 * own.count()
+        lots.append(torch.stack([gradient(own, n) for n in counts]))
+    sums = added_by_processes(lots)
+    if sums is None:
+        print("note: two processes could not meet on this machine")
+        return
+    print("the same in both:", sums[0].equal(sums[1]))
+    names = "over the tokens of both", "mean of each over its own"
+    for name, found in zip(names, sums[0]):
+        wrong = (found - whole).norm() / whole.norm()
+        print(f"{name:25}  off by {wrong:6.2%}")
+
+
+# %% [markdown]
+# **What to notice.** Both processes end with the same numbers, and those are
+# the gradient of the whole batch. The usual mean is far off.
+#
+# In training, PyTorch's class `DistributedDataParallel` does the sending. It
+# watches a module's call, and when autograd has finished a gradient, sends it
+# off while others are still being computed. In `backward_in_slices` autograd
+# begins at the states, so theirs is the call to watch. And each gradient must
+# be whole when autograd is done with it, which is why `add_gradient` comes
+# before. (The
 # module holds the model's weights and nothing else: its tables, such as that
 # of positions, never change and need no sending.)
 
@@ -7167,8 +7256,9 @@ class States(nn.Module):
 class SharedGradient:
     """`gradient` of a batch that all processes share.
 
-    `parts`: calls to an update. Each call returns the summed loss of the
-    whole batch; after the last, weights have the joint gradient.
+    `gradient`: backward_in_slices or backward_r_drop. `parts`: calls to
+    an update. Each call returns the summed loss of the whole batch; after
+    the last, the weights have the joint gradient.
     """
 
     def __init__(self, model, gradient, parts):
@@ -7199,14 +7289,18 @@ class SharedGradient:
 # That gives the cost on paper. An update takes about 6 floating-point
 # operations for each weight and token (2 forward, 4 backward). The time to
 # send is the bytes over the speed of the slowest link, plus a *latency* for
-# each turn. The cell assumes, for two processes on a laptop, the tiny sizes
-# with 10,000 pieces, batches of 1,024, 80 · 10⁹ operations and 2 · 10⁹ bytes
-# a second for each core; for GPUs, 350 · 10¹² operations a second (about a
-# third of the peak of a recent one in bfloat16), the paper's vocabulary, and
-# gradients of four bytes. Within a machine a GPU has a link of 450 GB/s
-# (NVLink). Between machines the eight GPUs of each share a network of 400 or
-# 100 Gbit/s, which is 50 or 12.5 GB/s; a ring crosses each machine's link
-# once. Latencies: 20 µs on the laptop, 5 µs in the machine, 20 µs across.
+# each turn. The cell assumes
+#
+# * for two processes on a laptop the tiny sizes with 10,000 pieces, batches
+#   of 1,024, 80 · 10⁹ operations a second for each core, and 1 GB/s from one
+#   to the other;
+# * for GPUs 350 · 10¹² operations a second (about a third of the peak of a
+#   recent one in bfloat16), the paper's vocabulary, and gradients of four
+#   bytes;
+# * within a machine a link of 450 GB/s for each GPU (NVLink); between
+#   machines of eight GPUs a network of 400 or 100 Gbit/s for each machine,
+#   which is 50 or 12.5 GB/s, and a ring that crosses it once;
+# * latencies of 20 µs on the laptop, 5 µs within a machine, 20 µs across.
 
 
 # %%
@@ -7225,7 +7319,7 @@ def cost_of_adding_up():
             for name in ("base", "big")
         }
     links = {"NVLink": (450e9, 5e-6), "400 Gbit": (50e9, 2e-5)}
-    links |= {"100 Gbit": (12.5e9, 2e-5), "laptop": (2e9, 2e-5)}
+    links |= {"100 Gbit": (12.5e9, 2e-5), "laptop": (1e9, 2e-5)}
     cases = [("tiny", 2, "laptop", 1024)]
     cases += [(m, 8, "NVLink", 25_000) for m in models]
     for link in ("400 Gbit", "100 Gbit"):
@@ -7392,12 +7486,12 @@ def join_processes():
 
 # %% [markdown]
 # **When one of them dies**, the others cannot go on. `torchrun` stops them
-# all and, with `--max-restarts=3`, starts them anew, up to three times. A
-# process that was started anew goes on from the last checkpoint without being
-# told to. The checkpoint holds the random state of every process, so that the
-# end is the same, bit for bit, as if nothing had happened. (With another
-# number of processes a run can be resumed too. Its batches stay the same,
-# dropout does not.)
+# all and, with `--max-restarts=3`, starts them anew, up to three times. Then
+# training goes on from the last checkpoint without being told to. The
+# checkpoint holds the random state of every process, so that the end is the
+# same, bit for bit, as if nothing had happened. (With another number of
+# processes a run can be resumed too. Its batches stay the same, dropout does
+# not.)
 
 
 # %% tags=["plumbing"]

@@ -54,6 +54,8 @@ def watching():
             path, mode, flags = arguments
             if set(mode or "") & set("wax+") or flags & 3:
                 written.append(str(path))
+        elif event in ("os.rename", "os.remove"):  # torch.save is unseen
+            written.extend(map(str, arguments[:2]))
 
     sys.addaudithook(watch)
     yield
@@ -70,7 +72,7 @@ def lengths_to_batch(lengths):
 
 
 GRADIENTS = {
-    "plain": book.backward_in_slices,
+    "in slices": book.backward_in_slices,
     "half": partial(book.backward_in_slices, half=True),
     "r_drop": partial(book.backward_r_drop, alpha=2.0),
 }

@@ -150,7 +150,12 @@ def test_only_the_first_process_writes(plain):
     )
     run = str(plain.folder / "run")
     written = {Path(path).name for path in first if path.startswith(run)}
-    assert {"log.jsonl", "model.json.part"} <= written
+    assert {
+        "log.jsonl",
+        "model.json",
+        "weights.pt",
+        "checkpoint.pt",
+    } <= written
     assert not [path for path in other if path.startswith(run)]
 
 
@@ -169,6 +174,7 @@ def test_only_the_first_process_speaks(plain):
 # ---------------------------------------------------------------- a long life
 
 
+@pytest.mark.slow
 def test_killed_processes_are_restarted_and_end_the_same(few, whole, tmp_path):
     """Each of the two is killed once, and nobody types --resume."""
     out = tmp_path / "killed"
