@@ -251,7 +251,7 @@ class TorchTransformer(nn.Module):
 
     def loss(self, batch, smoothing=0.1):
         """The mean smoothed loss of a Batch over its real labels."""
-        logits = self(batch.src, batch.tgt)
+        logits = self(batch.src, batch.read)
         return F.cross_entropy(
             logits.flatten(0, 1), batch.labels.flatten(),
             ignore_index=PAD, label_smoothing=smoothing,
@@ -339,22 +339,27 @@ def punctual_model(config, words):
     assert not config.norm_first and config.shared
     model = book.Transformer(config).eval()
     with torch.no_grad():
-        for layer in model.decoder.layers:
-            for residual in layer.residuals:
-                residual.norm.weight[0] = 3  # or the sign would be lost
-            layer.cross_attention.W_Q.weight *= 4  # look at single words
-            layer.cross_attention.W_O.weight *= 3  # and not repeat the last
-        model.position.table.normal_()  # nor write the same at each place
-        model.position.table[:, 0] = 100
-        model.position.table[words:, 0] = -100
+        model.position.table.normal_()  # to write unlike things
+        model.position.table[:, 0] = 10
+        model.position.table[words:, 0] = -10
         weight = model.tgt_embedding.weight
         weight[:, :2] = 0
-        weight[EOS, 0] = -2
+        weight[EOS, 0] = -10
         weight[[PAD, BOS, UNK], 1] = -10
         for name, matrix in model.named_parameters():
             if name.endswith(("W_O.weight", "W_2.weight", "W_2.bias")):
                 matrix[0] = 0  # nothing else writes to dimension 0
+        for layer in model.decoder.layers:
+            own, across = layer.self_attention, layer.cross_attention
+            for linear in (own.W_Q, own.W_K, own.W_V, across.W_Q,
+                           layer.feed_forward.W_1):  # fmt: skip
+                linear.weight[:, 0] = 0  # and nothing else reads it
+            across.W_Q.weight *= 4  # look at single words
+            across.W_O.weight *= 3  # do not just repeat the last
+            for residual in layer.residuals:  # or the sign would drown
+                residual.norm.weight[0] = 3
         last = model.decoder.layers[-1].residuals[-1].norm
+        last.weight[0] = 4 / math.sqrt(config.d_model)
         last.weight[1], last.bias[1] = 0, 1
     return model
 
