@@ -344,7 +344,7 @@ def punctual_model(config, words):
         model.position.table[words:, 0] = -10
         weight = model.tgt_embedding.weight
         weight[:, :2] = 0
-        weight[EOS, 0] = -10
+        weight[EOS, 0] = -20
         weight[[PAD, BOS, UNK], 1] = -10
         for name, matrix in model.named_parameters():
             if name.endswith(("W_O.weight", "W_2.weight", "W_2.bias")):
@@ -354,8 +354,8 @@ def punctual_model(config, words):
             for linear in (own.W_Q, own.W_K, own.W_V, across.W_Q,
                            layer.feed_forward.W_1):  # fmt: skip
                 linear.weight[:, 0] = 0  # and nothing else reads it
-            across.W_Q.weight *= 4  # look at single words
-            across.W_O.weight *= 3  # do not just repeat the last
+            across.W_Q.weight *= 16  # look at single words
+            across.W_O.weight *= 8  # do not just repeat the last
             for residual in layer.residuals:  # or the sign would drown
                 residual.norm.weight[0] = 3
         last = model.decoder.layers[-1].residuals[-1].norm
