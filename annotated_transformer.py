@@ -24,7 +24,7 @@
 #
 # **In half an hour: the model.** Read from *3 The model* as far as *The same
 # as torch's own Transformer*. Pass over the cells that begin with `@check`
-# (each only proves what stands before it) and over the class `Dropout`. Then
+# (each only proves what stands before it). Then
 # read *Batches* in Section 5.1, the first page of *Greedy decoding*, and *A
 # first example: copying*. End with the pictures in *Looking at attention*.
 #
@@ -133,14 +133,17 @@ import io
 import itertools
 import json
 import math
+import mmap
 import os
 import random
 import re
+import shutil
 import tempfile
 import time
 import urllib.request
 import warnings
 import zlib
+from array import array
 from collections import Counter
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
@@ -604,53 +607,23 @@ def layer_norm_equals_torch():
 #
 # *Dropout* falls on the sub-layer's output, before the sum. In training it
 # sets each number to 0 with probability p and divides the others by 1 − p,
-# so that nothing may rely on a single number; in use it does nothing.
-#
-# In one line it is `x * (torch.rand_like(x) >= p) / (1 - p)`, and you may
-# read the class below as that line. The rest is for speed: without a GPU it
-# draws one random byte for each number, not a whole float.
-#
-# *Differs from the paper*: so p is rounded to a multiple of 1/256, and 0.1
-# becomes 0.1016.
+# so that nothing may rely on a single number; in use it does nothing. *Making
+# it fast*, below, has a quicker form of it.
 
 
 # %%
 class Dropout(nn.Module):
-    """Dropout of rate p (Section 5.4), from random bytes on a processor."""
+    """Dropout of rate p (Section 5.4)."""
 
     def __init__(self, p):
         super().__init__()
         self.p = p
 
     def forward(self, x):
-        limit = min(255, round(256 * self.p))  # bytes below it mean "drop"
-        if not self.training or limit == 0:
+        if not self.training or self.p == 0:
             return x
-        if x.device.type != "cpu":
-            return F.dropout(x, limit / 256)
-        draws = torch.empty(x.numel() // 8 + 1, dtype=torch.int64)
-        draws.random_(-(2**63), None)  # all 64 bits are random
-        keep = draws.view(torch.uint8)[: x.numel()].view(x.shape) >= limit
-        return x * (keep.to(x.dtype) * (256 / (256 - limit)))
-
-
-# %% [markdown]
-# Bytes are coarse, so it is worth a check that the share of zeros and the
-# mean are right:
-
-
-# %%
-@check
-def dropout_keeps_the_mean():
-    """About p of the numbers vanish; the rest grow to keep the mean."""
-    drop = Dropout(0.25)
-    x = torch.ones(1001, 997)
-    y = drop(x)
-    assert set(y.unique().tolist()) == {0.0, torch.tensor(4 / 3).item()}
-    for part in (y, y[::2], y[:, ::8], y[:, 7::8]):
-        assert abs(part.mean() - 1) < 0.01
-    assert not drop(x).equal(y)
-    assert drop.eval()(x) is x
+        keep = torch.rand_like(x) >= self.p
+        return x * keep / (1 - self.p)
 
 
 # %% [markdown]
@@ -1856,10 +1829,12 @@ def token_batches(widths, max_tokens, generator=None):
     of indices, in random order; rows x widest <= max_tokens in each,
     unless a single sentence is longer than that.
     """
-    shuffled = torch.randperm(len(widths), generator=generator).tolist()
+    widths = torch.as_tensor(widths)
+    shuffled = torch.randperm(len(widths), generator=generator)
+    order = shuffled[widths[shuffled].argsort(stable=True)]
     groups, group = [], []
-    for i in sorted(shuffled, key=widths.__getitem__):
-        if group and widths[i] * (len(group) + 1) > max_tokens:
+    for i, width in zip(order.tolist(), widths[order].tolist()):
+        if group and width * (len(group) + 1) > max_tokens:
             groups.append(group)
             group = []
         group.append(i)
@@ -1909,7 +1884,9 @@ def batches_hold_each_pair_once():
 # Training wants an endless stream of batches. One pass through all pairs is
 # an *epoch*. Its order depends on the seed and the epoch's number and on
 # nothing else, so a run that was stopped can go on with exactly the batch
-# that would have come next.
+# that would have come next. Only the pairs of the next batch are looked at,
+# so `pairs` may be a list, or something on the disk that is far larger than
+# the memory and knows its `widths` (*Four million pairs*, below).
 
 
 # %%
@@ -1922,7 +1899,10 @@ def stream(pairs, max_tokens, seed=0, device="cpu", skip=0):
     """
     for epoch in itertools.count():
         now = pairs(epoch) if callable(pairs) else pairs
-        widths = [max(len(src), len(tgt) - 1) for src, tgt in now]
+        if hasattr(now, "widths"):
+            widths = now.widths()
+        else:
+            widths = [max(len(src), len(tgt) - 1) for src, tgt in now]
         generator = torch.Generator().manual_seed(1_000_003 * seed + epoch)
         for group in token_batches(widths, max_tokens, generator):
             if skip:
@@ -1989,10 +1969,14 @@ def learning_rate(n, d_model=512, warmup=4000, factor=1.0):
 
 
 # %%
-def adam(model):
-    """The paper's Adam; `training` sets the rate before each update."""
+def adam(model, fused=None):
+    """The paper's Adam; `training` sets the rate before each update.
+
+    `fused`: make the step in one pass; the default is where torch can.
+    """
     weights = list(model.parameters())
-    fused = weights[0].device.type in ("cpu", "cuda")  # one pass, same numbers
+    if fused is None:
+        fused = weights[0].device.type in ("cpu", "cuda")
     betas = (0.9, 0.98)
     return torch.optim.Adam(weights, lr=0, betas=betas, eps=1e-9, fused=fused)
 
@@ -2059,7 +2043,7 @@ def evaluation_is_deterministic():
 def smoothed_targets(labels, vocab, smoothing=0.1):
     """(R,) token ids -> the target distributions (R, V)."""
     targets = torch.full((len(labels), vocab), smoothing / vocab)
-    rows = torch.arange(len(labels))
+    targets, rows = targets.to(labels.device), torch.arange(len(labels))
     targets[rows, labels] += 1 - smoothing
     return targets * (labels != PAD)[:, None]
 
@@ -2248,85 +2232,25 @@ class Recipe:
 # of tokens in *all* parts. Dividing each by its own number, or not at
 # all, are both common, and wrong.
 #
-# In three lines, the step of one batch would be:
-#
-# ```python
-# logits = model(batch.src, batch.read)  # (B, T, V)
-# total = smoothed_loss(logits.flatten(0, 1), batch.labels.flatten())
-# (total / tokens).backward()
-# ```
-#
-# The two cells below compute the same, sooner and in less memory. If you are
-# here for the model, go on to the loop.
-#
-# **The loss, a slice at a time.** For 4,096 positions and 10,000 words the
-# logits are 164 megabytes, and the softmax and its gradient walk over them
-# several times, waiting for memory. But each row of logits needs only its own
-# state. So we cut the states into slices, and finish each slice while it lies
-# in the cache. Nor do we need autograd for it, since the gradient of the
-# cross-entropy at the logits is the simplest there could be:
-#
-# $$\frac{\partial L}{\partial z} = \mathrm{softmax}(z) - t$$
-#
-# the probabilities found minus those wanted (t is the smoothed target). Two
-# products of matrices carry it on, one to the states and one to the embedding
-# matrix. The slices' gradients together are the gradient at the states, from
-# which `backward` goes on. Padding is left out from the start.
+# `smoothed_loss` gives rows of padding nothing, so that they can stay in.
 
 
 # %%
-def loss_and_gradients(states, labels, weight, tokens, smoothing, rows=256):
-    """The summed smoothed loss, and its gradients divided by `tokens`.
-
-    states (R, D), labels (R,), weight (V, D), the first and last of one
-    type, float32 or bfloat16. Returns the loss, the gradients at the
-    states (R, D) and at the weight (V, D); `rows`: positions in a slice.
-    """
-    full = torch.promote_types(weight.dtype, torch.float)  # of all sums
-    even, total = smoothing / len(weight), 0.0  # even: for every word
-    at_states, at_weight = [], torch.zeros_like(weight, dtype=full)
-    for x, y in zip(states.split(rows), labels.split(rows)):
-        q = (x @ weight.T).to(full).log_softmax(-1)  # (rows, V)
-        right = q.gather(1, y[:, None])
-        total -= (1 - smoothing) * right.sum() + even * q.sum()
-        q.exp_().sub_(even)  # softmax minus target, in place
-        q.scatter_add_(1, y[:, None], torch.full_like(right, smoothing - 1))
-        gradient = q.div_(tokens).to(weight.dtype)
-        at_states.append(gradient @ weight)
-        at_weight += gradient.T @ x
-    return total, torch.cat(at_states), at_weight
-
-
-# %% [markdown]
-# `backward` runs the model up to the states, takes the loss and its gradient
-# from above, and lets autograd go on from there:
-
-
-# %%
-def backward(model, batch, tokens, smoothing, rows=256, half=False):
+def backward(model, batch, tokens, smoothing):
     """Add the gradient of (summed loss / tokens); return the summed loss.
 
-    `tokens`: real target tokens in the whole update. `rows`: positions
-    in a slice of the loss. `half`: its products in bfloat16.
+    `tokens`: real target tokens in the whole update.
     """
-    real = batch.labels != PAD  # (B, T)
-    states = model.states(batch.src, batch.read)[real]  # (R, D)
-    weight = model.tgt_embedding.weight
-    kind = torch.bfloat16 if half else weight.dtype
-    total, at_states, at_weight = loss_and_gradients(
-        states.detach().to(kind), batch.labels[real],
-        weight.detach().to(kind), tokens, smoothing, rows,
-    )  # fmt: skip
-    states.backward(at_states.to(states.dtype))
-    weight.grad += at_weight  # beside what the embedding got
-    return total
+    logits = model(batch.src, batch.read).flatten(0, 1)  # (B·T, V)
+    total = smoothed_loss(logits, batch.labels.flatten(), smoothing)
+    (total / tokens).backward()
+    return total.detach()
 
 
 # %% [markdown]
-# Slices, padding and accumulation must not be visible in the result. One
-# check covers all three: the gradient of a large batch computed in the
-# plain way, against parts with different amounts of padding, in slices of
-# 5 rows.
+# Padding and accumulation must not be visible in the result. One check
+# covers both: the gradient of a large batch, against parts with
+# different amounts of padding.
 
 
 # %%
@@ -2347,7 +2271,7 @@ def accumulated_gradient_is_the_large_one():
     expected = torch.autograd.grad(plain, list(model.parameters()))
     for part in (slice(0, 1), slice(1, 3), slice(3, 6)):
         small = Batch(pad(src[part]), pad(tgt[part]))
-        backward(model, small, whole.count(), 0.1, rows=5)
+        backward(model, small, whole.count(), 0.1)
     gradients = [weight.grad for weight in model.parameters()]
     torch.testing.assert_close(gradients, list(expected))
 
@@ -2562,6 +2486,11 @@ class Cache:
             for layer in model.decoder.layers
         ]
 
+    @classmethod
+    def begin(cls, model, src, width=1):
+        """A cache for (A, S) source ids, of which nothing is written yet."""
+        return cls(model, *model.encode(src), width)
+
     @staticmethod
     def keys_and_values(heads, x):
         """(A, S, D) -> two of (A, H, S, K)"""
@@ -2615,14 +2544,18 @@ class Cache:
 
 
 # %%
-def greedy(model, src, extra=50):
-    """`greedy_plain`, with keys and values kept: the same words, sooner."""
+def greedy(model, src, extra=50, begin=None):
+    """`greedy_plain`, with keys and values kept: the same words, sooner.
+
+    `begin(src)` makes the cache, if it is to be another than `Cache`.
+    """
+    begin = begin or partial(Cache.begin, model)
     limits = (src != PAD).sum(-1) + extra  # (B,)
     outputs = [[] for _ in src]
     alive = torch.arange(len(src), device=src.device)  # (A,)
     words = torch.full((len(src),), BOS, device=src.device)
     with evaluating(model):
-        cache = Cache(model, *model.encode(src))
+        cache = begin(src)
         while len(alive):
             logits = forbid_specials(cache.read(words))  # (A, V)
             words = logits.argmax(-1)  # (A,)
@@ -2734,6 +2667,764 @@ def batching_changes_no_translation():
 
 
 # %% [markdown]
+# ## Making it fast
+#
+# What stands above is the model as one would explain it. This chapter makes
+# it fast on the machine at hand, and proves after each step that it computes
+# the same. The weights stay where they are, so a model can be trained in one
+# form and used in the other. (Nothing later depends on how this is done: you
+# may go on to *A first example*.)
+#
+# ### What the machine can do
+#
+# Two numbers bound all that follows: how many operations a second the machine
+# makes in products of matrices, and how many bytes a second it reads and
+# writes. An operation on a matrix that does little with each number, such as
+# a sum, a mask or a softmax, is bound by the second.
+
+
+# %%
+def best_seconds(work, tries=5):
+    """The shortest time of some calls, after one to warm up."""
+    seconds = []
+    for _ in range(tries + 1):
+        began = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - began)
+    return min(seconds[1:])
+
+
+def product_rate(kind=torch.float, rows=1024):
+    """Operations a second in products (rows, 512) · (512, 2048)."""
+    x, weight = torch.randn(rows, 512), torch.randn(2048, 512)
+    x, weight = x.to(kind), weight.to(kind)
+    return 2 * rows * 512 * 2048 / best_seconds(lambda: x @ weight.T, 20)
+
+
+@example
+def what_the_machine_can_do():
+    for kind in (torch.float, torch.bfloat16):
+        print(f"{product_rate(kind) / 1e9:4.0f} · 10⁹ operations/s, {kind}")
+    one, two = torch.ones(2, 2**24)
+    rate = 2 * one.nbytes / best_seconds(lambda: two.copy_(one))
+    print(f"{rate / 1e9:4.1f} · 10⁹ bytes/s, a copy from memory to memory")
+    print(f"{torch.get_num_threads():4} threads")
+
+
+# %% [markdown]
+# ### Training, sooner
+#
+# **Padding** comes first, and is done: batches of like lengths (Section 5.1)
+# are the largest gain of all.
+#
+# **The loss, a slice at a time.** For 4,096 positions and 10,000 words the
+# logits are 164 megabytes, and the softmax and its gradient walk over them
+# several times, waiting for memory. But each row of logits needs only its own
+# state. So we cut the states into slices, and finish each slice while it lies
+# in the cache. Nor do we need autograd for it, since the gradient of the
+# cross-entropy at the logits is the simplest there could be:
+#
+# $$\frac{\partial L}{\partial z} = \mathrm{softmax}(z) - t$$
+#
+# the probabilities found minus those wanted (t is the smoothed target). The
+# loss itself needs log Σ e^z, and has it for nothing: it is the largest z
+# minus the logarithm of the largest probability. Two products of matrices
+# carry the gradient on, one to the states and one to the embedding matrix.
+# Padding is left out from the start.
+
+
+# %%
+def loss_and_gradients(states, labels, weight, tokens, smoothing, rows=256):
+    """The summed smoothed loss, and its gradients divided by `tokens`.
+
+    states (R, D), labels (R,), weight (V, D), the first and last of one
+    type, float32 or bfloat16. Returns the loss, the gradients at the
+    states (R, D) and at the weight (V, D); `rows`: positions in a slice.
+    """
+    full = torch.promote_types(weight.dtype, torch.float)  # of all sums
+    even, total = smoothing / len(weight), 0.0  # even: for every word
+    at_states, at_weight = [], torch.zeros_like(weight, dtype=full)
+    for x, y in zip(states.split(rows), labels.split(rows)):
+        z = (x @ weight.T).to(full)  # (rows, V)
+        right = z.gather(1, y[:, None])
+        p = z.softmax(-1)
+        total += (z.amax(-1) - p.amax(-1).log()).sum()  # log_sum_exp
+        total -= (1 - smoothing) * right.sum() + even * z.sum()
+        p.sub_(even)  # softmax minus target, in place
+        p.scatter_add_(1, y[:, None], torch.full_like(right, smoothing - 1))
+        gradient = p.div_(tokens).to(weight.dtype)
+        at_states.append(gradient @ weight)
+        at_weight += gradient.T @ x
+    return total, torch.cat(at_states), at_weight
+
+
+# %% [markdown]
+# `backward_in_slices` runs the model up to the states, takes the loss and its
+# gradient from above, and lets autograd go on from there. The matrix of words
+# gets a gradient twice, from the logits here and as an embedding from
+# autograd, which comes last and so leaves the gradients whole. (With several
+# processes this order matters: then autograd also sends each gradient off.)
+
+
+# %%
+def add_gradient(weight, gradient):
+    """Add a gradient that was not made by autograd to weight.grad."""
+    if weight.grad is None:
+        weight.grad = gradient.to(weight.dtype)
+    else:
+        weight.grad += gradient
+
+
+def backward_in_slices(model, batch, tokens, smoothing, rows=256, half=False):
+    """`backward`, with the loss finished `rows` positions at a time.
+
+    `half`: its products in bfloat16.
+    """
+    real = batch.labels != PAD  # (B, T)
+    states = model.states(batch.src, batch.read)[real]  # (R, D)
+    weight = model.tgt_embedding.weight
+    kind = torch.bfloat16 if half else weight.dtype
+    total, at_states, at_weight = loss_and_gradients(
+        states.detach().to(kind), batch.labels[real],
+        weight.detach().to(kind), tokens, smoothing, rows,
+    )  # fmt: skip
+    add_gradient(weight, at_weight)
+    states.backward(at_states.to(states.dtype))
+    return total
+
+
+# %% [markdown]
+# **Dropout from bytes.** `torch.rand_like` draws a float for each number, of
+# which dropout needs one bit of news. A random byte is enough, and 64 random
+# bits make eight of them.
+#
+# *Differs from the paper*: so p is rounded to a multiple of 1/256, and 0.1
+# becomes 0.1016.
+
+
+# %%
+class ByteDropout(Dropout):
+    """Dropout of rate p, from random bytes on a processor."""
+
+    def forward(self, x):
+        limit = min(255, round(256 * self.p))  # bytes below it mean "drop"
+        if not self.training or limit == 0:
+            return x
+        if x.device.type != "cpu":
+            return F.dropout(x, limit / 256)
+        draws = torch.empty(x.numel() // 8 + 1, dtype=torch.int64)
+        draws.random_(-(2**63), None)  # all 64 bits are random
+        keep = draws.view(torch.uint8)[: x.numel()].view(x.shape) >= limit
+        return x * (keep.to(x.dtype) * (256 / (256 - limit)))
+
+
+# %% [markdown]
+# Bytes are coarse, so it is worth a check that the share of zeros and the
+# mean are right:
+
+
+# %%
+@check
+def dropout_keeps_the_mean():
+    """About p of the numbers vanish; the rest grow to keep the mean."""
+    x = torch.ones(1001, 997)
+    for drop in (Dropout(0.25), ByteDropout(0.25)):
+        y = drop(x)
+        assert set(y.unique().tolist()) == {0.0, torch.tensor(4 / 3).item()}
+        for part in (y, y[::2], y[:, ::8], y[:, 7::8]):
+            assert abs(part.mean() - 1) < 0.01
+        assert not drop(x).equal(y)
+        assert drop.eval()(x) is x
+
+
+# %% [markdown]
+# **Products in 16 bits.** Nearly all of an update's arithmetic is products of
+# matrices, and some processors multiply numbers of 16 bits about twice as
+# fast as those of 32. In `bfloat16` a number keeps its range and loses
+# digits: 8 bits of precision, where a `float32` has 24. So only the factors
+# of the products are rounded, in training; sums are in 32 bits, and so are
+# the weights, Adam's moments, norms and softmax. The model stays as it is:
+# its linear maps change their class, not their weights.
+
+
+# %%
+class HalfProduct(torch.autograd.Function):
+    """x Wᵀ + b, forward and backward, from factors in bfloat16."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):  # x (..., I), weight (O, I)
+        factors = x.flatten(0, -2).bfloat16(), weight.bfloat16()
+        ctx.save_for_backward(*factors)
+        ctx.shape, ctx.bias = x.shape, bias is not None
+        y = (factors[0] @ factors[1].T).to(x.dtype)
+        y = y if bias is None else y.add_(bias)
+        return y.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx, gradient):  # (..., O)
+        x, weight = ctx.saved_tensors
+        whole = gradient.reshape(-1, gradient.size(-1))
+        half = whole.bfloat16()
+        at_x = (half @ weight).to(whole.dtype).view(ctx.shape)
+        at_weight = (half.T @ x).to(whole.dtype)
+        return at_x, at_weight, whole.sum(0) if ctx.bias else None
+
+
+# %% [markdown]
+# The linear map that uses it in training:
+
+
+# %%
+class HalfLinear(nn.Linear):
+    """nn.Linear, with `HalfProduct` in training."""
+
+    def forward(self, x):
+        if not self.training:
+            return super().forward(x)
+        return HalfProduct.apply(x, self.weight, self.bias)
+
+
+# %% [markdown]
+# How much is lost:
+
+
+# %%
+@check
+def half_products_are_close():
+    """In 16 bits values and gradients differ by 1 %; in use, by nothing."""
+    plain, half = nn.Linear(64, 32), HalfLinear(64, 32)
+    half.load_state_dict(plain.state_dict())
+    x = torch.randn(5, 7, 64, requires_grad=True)
+    assert half.eval()(x).equal(plain(x))
+    results = []
+    for linear in (plain, half.train()):
+        y = linear(x)
+        inputs = x, *linear.parameters()
+        results.append((y, *torch.autograd.grad(y.square().sum(), inputs)))
+    for one, two in zip(*results):
+        assert 0 < (one - two).norm() < 0.01 * one.norm()
+
+
+# %% [markdown]
+# Does it pay here? On a processor without such instructions it is slower
+# by far. So `--preset laptop` tries both for some milliseconds, and takes the
+# faster one; `--half` and `--no-half` say so at once.
+
+
+# %%
+def half_pays(device, tries=7):
+    """Whether products in bfloat16 are clearly faster on this device."""
+    if device.type == "mps":
+        return False
+    best = {}
+    for kind in (torch.float, torch.bfloat16):
+        x, weight = (torch.ones(n, 256, device=device) for n in (1024, 512))
+        seconds = []
+        for _ in range(tries):
+            began = time.perf_counter()
+            (x.to(kind) @ weight.to(kind).T).float().sum().item()
+            seconds.append(time.perf_counter() - began)
+        best[kind] = min(seconds)
+    return best[torch.bfloat16] < 0.9 * best[torch.float]
+
+
+# %% [markdown]
+# **One product for queries, keys and values**, and one for keys and values
+# of the memory: fewer and larger products. And attention by torch's own
+# function, which we have shown to be equal, and which need not keep the
+# weights of all heads for the backward pass.
+
+
+# %%
+class FusedAttention(MultiHeadAttention):
+    """MultiHeadAttention, with joined products in training."""
+
+    def project(self, x, *maps):
+        """(B, T, D) through several linear maps at once -> (B, H, T, K) …"""
+        weight = torch.cat([linear.weight for linear in maps])
+        half = isinstance(maps[0], HalfLinear)
+        y = HalfProduct.apply(x, weight, None) if half else F.linear(x, weight)
+        return map(self.split, y.chunk(len(maps), dim=-1))
+
+    def forward(self, query, key, value, mask=None):
+        """query (B, T, D), key and value (B, S, D) -> (B, T, D)"""
+        if not self.training or key is not value:
+            return super().forward(query, key, value, mask)
+        if query is key:
+            Q, K, V = self.project(query, self.W_Q, self.W_K, self.W_V)
+        else:
+            [Q] = self.project(query, self.W_Q)
+            K, V = self.project(key, self.W_K, self.W_V)
+        heads = F.scaled_dot_product_attention(
+            Q, K, V, attn_mask=mask, dropout_p=self.drop.p
+        )  # (B, H, T, K)
+        self.weights = None
+        return self.W_O(heads.transpose(1, 2).flatten(-2))  # (B, T, D)
+
+
+# %% [markdown]
+# **The switch** exchanges the classes of a model's parts. Their weights and
+# their names stay.
+
+
+# %%
+FAST = {Dropout: ByteDropout, MultiHeadAttention: FusedAttention}
+HALF = {nn.Linear: HalfLinear}
+
+
+def exchange(model, classes):
+    """Let each part of a class that is a key become one of its value."""
+    for part in model.modules():
+        part.__class__ = classes.get(type(part), type(part))
+    return model
+
+
+def fast(model, half=False):
+    """Give a model's parts their fast form, in place; the same weights.
+
+    `half`: products in bfloat16 as well, in training.
+    """
+    return exchange(model, FAST | HALF if half else FAST)
+
+
+def plain(model):
+    """Give the parts of a fast model their plain form again."""
+    return exchange(model, {new: old for old, new in (FAST | HALF).items()})
+
+
+# %% [markdown]
+# Values and gradients must be the plain model's, and so must the weights
+# after some updates:
+
+
+# %%
+@check
+def fast_form_changes_nothing():
+    """Without dropout, the fast form makes the plain form's updates."""
+    rows = [torch.randint(4, 14, (n,)).tolist() for n in (9, 3, 7, 1)]
+    batch = Batch(pad([[*row, EOS] for row in rows]),
+                  pad([[BOS, *row, EOS] for row in rows]))  # fmt: skip
+    recipe = Recipe(steps=5, warmup=5, batch_tokens=99, max_tokens=99)
+    for norm_first in (False, True):
+        results = []
+        for change, gradient in (
+            (plain, backward),
+            (fast, partial(backward_in_slices, rows=5)),
+        ):
+            torch.manual_seed(0)
+            model = change(tiny_model(norm_first=norm_first).double())
+            batches = itertools.repeat(batch)
+            updates = training(model, batches, recipe, gradient=gradient)
+            losses = [update.loss for update in updates]
+            results.append((losses, *model.state_dict().values()))
+        for one, two in zip(*results):  # rounding, and Adam's division
+            torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
+
+
+# %% [markdown]
+# **Measured on your machine.** The layers are tiny's, the lengths are like
+# those of captions, the words are random. Each form has one means more than
+# the one before. (Adam *fused* makes its step in one pass over the weights.)
+# The forms take turns, and the best of three turns counts.
+
+
+# %%
+FORMS = (
+    "plain, random batches", "batches of like length", "loss in slices",
+    "dropout from bytes", "16-bit products", "fused attention",
+    "fused Adam",
+)  # fmt: skip
+
+
+def random_pairs(number, vocab, seed=0):
+    """Pairs of random ids, with lengths like those of captions."""
+    draw, pairs = random.Random(seed), []
+    for _ in range(number):
+        n = 2 + round(draw.gammavariate(6, 2))
+        src, tgt = (
+            [*draw.choices(range(4, vocab), k=k), EOS]
+            for k in (n, max(2, n + draw.randint(-3, 3)))
+        )
+        pairs.append((src, [BOS, *tgt]))
+    return pairs
+
+
+def random_batches(pairs, size=64, seed=0):
+    """Endless batches of `size` pairs in no order."""
+    draw = random.Random(seed)
+    while True:
+        src, tgt = zip(*draw.sample(pairs, size))
+        yield Batch(pad(src), pad(tgt))
+
+
+# %% [markdown]
+# A form is a generator of updates, from `training`:
+
+
+# %%
+def training_in_form(form, config, pairs, places=1024):
+    """Endless Updates, with the means of FORMS up to `form`."""
+    have = FORMS[: FORMS.index(form) + 1]
+    torch.manual_seed(0)
+    model, classes, half = Transformer(config), {}, "16-bit products" in have
+    classes |= {Dropout: ByteDropout} if "dropout from bytes" in have else {}
+    classes |= HALF if half else {}
+    classes |= FAST if "fused attention" in have else {}
+    exchange(model, classes)
+    batches = random_batches(pairs)
+    if "batches of like length" in have:
+        batches = stream(pairs, places, 0)
+    gradient = backward
+    if "loss in slices" in have:
+        gradient = partial(backward_in_slices, half=half)
+    recipe = Recipe(warmup=400, batch_tokens=places, max_tokens=places)
+    optimizer = adam(model, fused="fused Adam" in have)
+    return training(model, batches, recipe, optimizer, gradient=gradient)
+
+
+def speeds(vocab=5000, turns=3, forms=None):
+    """{form: real target tokens a second, the best of some turns}"""
+    pairs = random_pairs(2000, vocab)
+    config = Config(vocab, vocab, **PRESETS["tiny"])
+    forms = forms or [
+        f for f in FORMS if "16" not in f or half_pays(pick_device("cpu"))
+    ]
+    runs = {form: training_in_form(form, config, pairs) for form in forms}
+    best = dict.fromkeys(runs, 0.0)
+    for turn in range(turns + 1):
+        for form, updates in runs.items():
+            few = list(itertools.islice(updates, 2))
+            rate = sum(u.tokens for u in few) / sum(u.seconds for u in few)
+            if turn:  # the first warms up
+                best[form] = max(best[form], rate)
+    return best
+
+
+# %% [markdown]
+# How far is that from the limit? PyTorch counts the operations of one update
+# in products. The best that can be is the machine's rate of products over the
+# operations for a token: for the form in 16 bits the rate in 16 bits.
+
+
+# %%
+def operations_per_token(vocab=5000):
+    """Operations in products, for each real target token of an update."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    config = Config(vocab, vocab, **PRESETS["tiny"])
+    pairs = random_pairs(2000, vocab)
+    updates = training_in_form("batches of like length", config, pairs)
+    with FlopCounterMode(display=False) as counter:
+        update = next(updates)
+    return counter.get_total_flops() / update.tokens
+
+
+@example
+def one_means_after_another():
+    alt, best = altair(), speeds()
+    each = operations_per_token()
+    base = best[FORMS[0]]
+    print(f"{each / 1e6:.1f} million operations for a token")
+    print("tokens/s  times  of the limit")
+    for form, rate in best.items():
+        half = "16-bit products" in FORMS[: FORMS.index(form) + 1]
+        limit = product_rate(torch.bfloat16 if half else torch.float) / each
+        print(f"{rate:8,.0f}  {rate / base:5.1f}  {rate / limit:12.0%}", form)
+    bars = alt.Chart(
+        frame(form=list(best), rate=[round(rate) for rate in best.values()],
+              times=[f"{rate / base:.1f} times" for rate in best.values()])
+    ).encode(
+        alt.X("rate:Q", title="real target tokens a second"),
+        alt.Y("form:N", sort=None, title=None, axis=alt.Axis(labelLimit=300)),
+    )  # fmt: skip
+    text = bars.mark_text(align="left", dx=4).encode(text="times:N")
+    return (bars.mark_bar(color=PALETTE[0]) + text).properties(
+        title="One means after another",
+        description="Bar chart of the tokens a second that each form of "
+        "training makes on this machine, from the plainest to the fastest.",
+    )
+
+
+# %% [markdown]
+# **What to notice.** On the machine where this notebook was run, three means
+# do nearly all: the batches, the loss, and the products. Fused attention and
+# fused Adam hardly matter on a processor, for sentences so short; they
+# save a GPU many small calls. And the last form is not at the limit: what
+# remains are the many small operations between the products, which wait for
+# memory.
+#
+# `torch.compile` promises to join those. With `train --compile` you may try
+# it. It needs a C++ compiler and a minute or two to begin with.
+
+
+# %% [markdown]
+# ### Writing, sooner
+#
+# To write sixteen words, the decoder's matrices are used sixteen times, each
+# time by few rows. What can be prepared once should be. Five things make the
+# `Writer` below faster than `Cache`; none changes what is computed.
+#
+# * **Weights laid out once.** Before a library multiplies, it copies the
+#   weights into the order in which the processor reads them best. Beside a
+#   thousand rows that costs nothing; beside 64 it is a good part of the work.
+#   oneDNN, which PyTorch brings along, can keep the copy.
+# * **Products joined.** Queries, keys and values of a layer are one product;
+#   so are the keys and values that all layers take from the memory.
+# * **Room ahead.** The kept keys have more room than is filled. A new one is
+#   written into its place, and nothing else moves.
+# * **No sorting.** When a beam is sorted anew, its keys stay where they are.
+#   A small mask says which of a sentence's kept places belong to which
+#   beginning, its *ancestors*, and only this mask is sorted.
+# * **One beginning.** At the first step all places of a beam hold `<s>`: it
+#   is read once.
+
+
+# %%
+class Product:
+    """Linear maps of one input, joined and laid out once, for use only."""
+
+    def __init__(self, maps, relu=False, kind=None):
+        """`maps`: modules with a weight (O, I); `kind`: a dtype."""
+        joined = torch.cat([linear.weight.detach() for linear in maps])
+        self.kind, self.relu = kind or joined.dtype, relu
+        bias = getattr(maps[0], "bias", None)
+        self.bias = None if bias is None else bias.detach().to(self.kind)
+        self.weight, self.packed, self.integers = None, None, None
+        if hasattr(maps[0], "product"):  # see "Products in 8 bits"
+            self.integers = Int8Product.join(part.product for part in maps)
+            return
+        self.weight = joined.to(self.kind)
+        if joined.device.type == "cpu" and joined.dtype == torch.float:
+            with contextlib.suppress(AttributeError, RuntimeError):
+                reorder = torch.ops.mkldnn._reorder_linear_weight
+                self.packed = reorder(self.weight, None)
+
+    def __call__(self, x):
+        """(R, I) -> (R, O), of the type of x"""
+        y = x.to(self.kind)
+        if self.packed is not None:
+            then = "relu" if self.relu else "none"
+            multiply = torch.ops.mkldnn._linear_pointwise
+            y = multiply(y, self.packed, self.bias, then, [], "")
+            return y.to(x.dtype)
+        if self.integers:
+            y = self.integers(y)
+            y = y if self.bias is None else y.add_(self.bias)
+        else:  # another device, or a PyTorch without oneDNN
+            y = F.linear(y, self.weight, self.bias)
+        return (y.relu_() if self.relu else y).to(x.dtype)
+
+
+# %% [markdown]
+# The matrices of a layer in this form. "Add & Norm" stays what it is.
+
+
+# %%
+class LaidOut:
+    """A layer of either stack, its weights laid out once."""
+
+    def __init__(self, layer, kind):
+        product = partial(Product, kind=kind)
+        heads, think = layer.self_attention, layer.feed_forward
+        self.QKV = product([heads.W_Q, heads.W_K, heads.W_V])
+        self.O = product([heads.W_O])
+        self.W_1 = product([think.W_1], relu=True)
+        self.W_2 = product([think.W_2])
+        if hasattr(layer, "cross_attention"):
+            self.Q = product([layer.cross_attention.W_Q])
+            self.across_O = product([layer.cross_attention.W_O])
+        self.residuals = layer.residuals
+
+    def feed_forward(self, x):
+        """(R, D) -> (R, D)"""
+        return self.W_2(self.W_1(x))
+
+
+# %% [markdown]
+# Products need not know which row belongs to which sentence, so sentences
+# and places lie in one dimension of R rows. Only attention takes them
+# apart, and puts the heads together again:
+
+
+# %%
+def take_apart(x, parts, rows, h):
+    """(rows · n, parts · D) -> parts times (rows, H, n, K)"""
+    return x.view(rows, -1, parts, h, x.size(1) // parts // h).permute(
+        2, 0, 3, 1, 4
+    )
+
+
+def joined_attention(Q, K, V, mask=None):
+    """Attention, its heads side by side: (A, H, n, K) … -> (A · n, D)"""
+    heads = F.scaled_dot_product_attention(Q, K, V, attn_mask=mask)
+    return heads.transpose(1, 2).flatten(0, 1).flatten(1)
+
+
+# %% [markdown]
+# The `Writer` is made once for a model and serves many batches. It encodes,
+# and begins a cache:
+
+
+# %%
+class Writer:
+    """A model's weights laid out for writing; made anew when they change."""
+
+    def __init__(self, model, kind=None):
+        """`kind`: dtype of the products' factors; None: the weights' own."""
+        self.model, self.h = model, model.config.h
+        self.encoder, self.decoder = (
+            [LaidOut(layer, kind) for layer in stack.layers]
+            for stack in (model.encoder, model.decoder)
+        )
+        across = [layer.cross_attention for layer in model.decoder.layers]
+        pairs = [[heads.W_K, heads.W_V] for heads in across]
+        self.KV = Product(sum(pairs, []), kind=kind)
+        self.logits = Product([model.tgt_embedding], kind=kind)
+
+    def encode(self, src):
+        """(B, S) source ids -> the memory (B · S, D) and its mask"""
+        mask, rows = padding_mask(src), len(src)
+        x = self.model.position(self.model.src_embedding(src)).flatten(0, 1)
+        for layer in self.encoder:
+            x = self.read_layer(layer, x, None if mask.all() else mask, rows)
+        return self.model.encoder.norm(x), mask
+
+    def read_layer(self, layer, x, mask, rows):
+        """A layer of the encoder: (R, D) -> (R, D)"""
+
+        def look(y):
+            Q, K, V = take_apart(layer.QKV(y), 3, rows, self.h)
+            return layer.O(joined_attention(Q, K, V, mask))
+
+        one, two = layer.residuals
+        return two(one(x, look), layer.feed_forward)
+
+    def begin(self, src, width=1):
+        """A cache for (A, S) source ids, of which nothing is written yet."""
+        return WritersCache(self, *self.encode(src), width)
+
+
+# %% [markdown]
+# And the cache itself. Each step fills W *slots* of each sentence, one for
+# each beginning (the first step fills one). A beginning may look at the slots
+# of its ancestors.
+
+
+# %%
+class WritersCache:
+    """`Cache`, for a `Writer`: the same words, sooner."""
+
+    def __init__(self, writer, memory, mask, width):
+        self.writer, self.width = writer, width
+        self.length = self.filled = 0  # places read, slots filled
+        A, N = len(mask), len(writer.decoder)
+        KV = take_apart(writer.KV(memory), 2 * N, A, writer.h)
+        self.source = KV.contiguous()  # (2N, A, H, S, K)
+        self.mask = None if mask.all() else mask
+        room = 1 + 31 * width
+        self.own = self.source.new_empty(*KV.shape[:3], room, KV.size(-1))
+        self.ancestors = torch.zeros(
+            A, width, room, dtype=torch.bool, device=mask.device
+        )
+
+    def make_room(self, slots):
+        """Let there be room for so many slots: at least twice as many."""
+        if slots > self.ancestors.size(-1):
+            self.own = torch.cat([self.own, torch.empty_like(self.own)], 3)
+            new = torch.zeros_like(self.ancestors)
+            self.ancestors = torch.cat([self.ancestors, new], 2)
+
+    def read(self, words):
+        """The next word of each text (A·W,) -> logits (A·W, V)"""
+        words = words.view(-1, self.width)
+        alike = not self.length and words.equal(words[:, :1].expand_as(words))
+        words = words[:, :1] if alike else words
+        W = words.size(1)
+        self.make_room(self.filled + W)
+        self.new = slice(self.filled, self.filled + W)
+        self.filled += W
+        eye = torch.eye(self.width, W, dtype=torch.bool, device=words.device)
+        self.ancestors[..., self.new] = True if alike else eye
+        model = self.writer.model
+        y = model.position(model.tgt_embedding(words.view(-1, 1)), self.length)
+        y = y.flatten(0, 1)  # (A·W, D)
+        for i, layer in enumerate(self.writer.decoder):
+            back, across, think = layer.residuals
+            y = back(y, partial(self.look_back, i, layer))
+            y = across(y, partial(self.consult, i, layer))
+            y = think(y, layer.feed_forward)
+        self.length += 1
+        logits = self.writer.logits(model.decoder.norm(y))
+        return logits.repeat_interleave(self.width // W, 0)
+
+    def look_back(self, i, layer, y):
+        """Self-attention of layer i: the new places join what is kept."""
+        A, end = len(self.ancestors), self.filled
+        Q, K, V = take_apart(layer.QKV(y), 3, A, self.writer.h)
+        keys, values = self.own[2 * i], self.own[2 * i + 1]
+        keys[:, :, self.new], values[:, :, self.new] = K, V
+        mask = None
+        if self.width > 1:
+            mask = self.ancestors[:, None, : Q.size(2), :end]
+        return layer.O(
+            joined_attention(Q, keys[:, :, :end], values[:, :, :end], mask)
+        )
+
+    def consult(self, i, layer, y):
+        """Cross-attention of layer i; texts of one source side by side."""
+        [Q] = take_apart(layer.Q(y), 1, len(self.ancestors), self.writer.h)
+        K, V = self.source[2 * i : 2 * i + 2]
+        return layer.across_O(joined_attention(Q, K, V, self.mask))
+
+    def keep(self, texts, sources=None):
+        """Keep these texts, in this order, and these sources (indices)."""
+        rows = self.ancestors.flatten(0, 1)[texts]
+        self.ancestors = rows.view(-1, self.width, rows.size(-1))
+        if sources is not None:
+            if sources.dtype == torch.bool:
+                [sources] = sources.nonzero(as_tuple=True)
+            filled, kept = (
+                self.own[..., : self.filled, :],
+                list(self.own.shape),
+            )
+            kept[1] = len(sources)
+            self.own = self.own.new_empty(kept)
+            self.own[..., : self.filled, :] = filled.index_select(1, sources)
+            self.source = self.source.index_select(1, sources)
+            self.mask = None if self.mask is None else self.mask[sources]
+
+
+# %% [markdown]
+# The same logits as the plain cache, at every step, with texts that leave and
+# beams that are sorted; and so the same words:
+
+
+# %%
+@check
+def writer_changes_nothing():
+    """A Writer's logits are those of the plain cache; so are its words."""
+    for norm_first in (False, True):
+        model = tiny_model(norm_first=norm_first).eval()
+        src = pad([digits("71920"), digits("44"), digits("123456789")])
+        writer = Writer(model)
+        with torch.no_grad():
+            caches = Cache.begin(model, src, 2), writer.begin(src, 2)
+            words = torch.full((6,), BOS)
+            for _ in range(40):
+                plain, fast = (cache.read(words) for cache in caches)
+                torch.testing.assert_close(fast, plain, rtol=1e-4, atol=1e-4)
+                order = torch.tensor([1, 1, 2, 3, 5, 4])  # beams, sorted
+                for cache in caches:
+                    cache.keep(order)
+                words = torch.randint(4, 14, (6,))
+            for cache in caches:
+                cache.keep(torch.tensor([0, 1, 5, 4]), torch.tensor([0, 2]))
+            plain, fast = (cache.read(words[:4]) for cache in caches)
+            torch.testing.assert_close(fast, plain, rtol=1e-4, atol=1e-4)
+        assert greedy(model, src, 9, writer.begin) == greedy(model, src, 9)
+
+
+# %% [markdown]
 # ## A first example: copying
 #
 # Now it all comes together. The training set is 40,000 random sequences of
@@ -2760,7 +3451,8 @@ def copy_sets(seed=0, train=40_000, val=1000, test=1000):
 def exact_matches(model, pairs):
     """How many of the pairs greedy decoding gets exactly right."""
     device = next(model.parameters()).device
-    outputs = greedy(model, pad([src for src, _ in pairs]).to(device), 5)
+    src = pad([src for src, _ in pairs]).to(device)
+    outputs = greedy(model, src, 5, Writer(model).begin)
     return sum(o == tgt[1:-1] for o, (_, tgt) in zip(outputs, pairs))
 
 
@@ -2783,7 +3475,8 @@ def train_copy(seed=0, device="cpu"):
     model = Transformer(COPY).to(device)
     batches = stream(train, COPY_RECIPE.max_tokens, seed, device)
     losses, perfect = [], 0
-    updates = training(model, batches, COPY_RECIPE)
+    gradient = backward_in_slices
+    updates = training(fast(model), batches, COPY_RECIPE, gradient=gradient)
     for update in progress(updates, COPY_RECIPE, title="copy task"):
         losses.append(update.loss)
         if update.step % 50 == 0:
@@ -3794,6 +4487,8 @@ class Coder:
 class Translator(Coder):
     """A model, its vocabularies and languages: text in, text out."""
 
+    kind = None  # of the factors in products; None: the weights' own
+
     def __init__(self, model, vocabularies, languages, both=False):
         super().__init__(vocabularies, languages, both)
         self.model = model
@@ -3804,10 +4499,11 @@ class Translator(Coder):
         return Translator(self.model, vocabs, (self.tgt, self.src), self.both)
 
     def search(self, sentences, decode, max_tokens=4096):
-        """Call decode(model, src) on batches of lists of source tokens.
+        """Call decode(model, src, begin=…) on batches of source tokens.
 
         Returns what it gives for each sentence; None for an empty one.
         """
+        begin = Writer(self.model, self.kind).begin
         device = next(self.model.parameters()).device
         sources = [self.src_vocab.encode(words) for words in sentences]
         empty = int(self.both)  # the tag alone
@@ -3818,7 +4514,7 @@ class Translator(Coder):
         for group in token_batches(lengths, max_tokens, fixed):
             rows = [full[i] for i in group]
             src = pad([sources[i] for i in rows]).to(device)
-            for i, output in zip(rows, decode(self.model, src)):
+            for i, output in zip(rows, decode(self.model, src, begin=begin)):
                 results[i] = output
         return results
 
@@ -3854,30 +4550,58 @@ def beam_room(beam):
 
 
 # %% [markdown]
-# A new one is made from pairs of texts, whose words or pieces it will know:
+# Its vocabularies are learned from pairs of texts. Of a very large corpus,
+# half a million pairs drawn at random are enough to choose pieces by: a
+# million lines. The draw depends on nothing but their number.
 
 
 # %%
-def untrained_translator(
-    pairs, languages, sizes, pieces=0, min_count=1, both=False
-):
-    """A new Translator for training pairs of texts.
+def some(pairs, most):
+    """`most` of the pairs, or all if they are fewer, in their order."""
+    draw, wanted = random.Random(0), most
+    for left, pair in zip(range(len(pairs), 0, -1), pairs):
+        if draw.random() * left < wanted:
+            wanted -= 1
+            yield pair
 
-    `sizes` go to Config. `pieces`: the size of a shared vocabulary; 0
+
+def learn_vocabularies(
+    pairs, languages, pieces=0, min_count=1, both=False, most=500_000
+):
+    """The vocabularies of both sides of pairs of texts.
+
+    `pieces`: the size of a shared vocabulary, learned from `most` pairs; 0
     takes whole words that occur `min_count` times. `both` needs pieces.
     """
-    sides = list(zip(*pairs))
     if pieces:
-        texts = itertools.chain.from_iterable(pairs)
+        texts = itertools.chain.from_iterable(some(pairs, most))
         tags = [f"<2{language}>" for language in languages if both]
-        vocabs = [Pieces.learn(texts, pieces, tags)] * 2
-    else:
-        vocabs = [
-            Vocabulary.build((tokenize(t, lang) for t in side), min_count)
-            for side, lang in zip(sides, languages)
-        ]
-    config = Config(*map(len, vocabs), shared=bool(pieces), **sizes)
+        return [Pieces.learn(texts, pieces, tags)] * 2
+    return [
+        Vocabulary.build((tokenize(p[i], lang) for p in pairs), min_count)
+        for i, lang in enumerate(languages)
+    ]
+
+
+# %% [markdown]
+# A new translator has these vocabularies and random weights:
+
+
+# %%
+def new_translator(vocabs, languages, sizes, both=False):
+    """A new Translator; `sizes` go to Config."""
+    shared = vocabs[0] is vocabs[1]
+    config = Config(*map(len, vocabs), shared=shared, **sizes)
     return Translator(Transformer(config), vocabs, languages, both)
+
+
+def untrained_translator(pairs, languages, sizes, both=False, **how):
+    """A new Translator for training pairs of texts.
+
+    `how` goes to `learn_vocabularies`: `pieces` or `min_count`.
+    """
+    vocabs = learn_vocabularies(pairs, languages, both=both, **how)
+    return new_translator(vocabs, languages, sizes, both)
 
 
 # %% [markdown]
@@ -4059,7 +4783,9 @@ def toy_translator(seed=0):
     pairs = [translator.encode_texts(*pair) for pair in train]
     recipe, losses = Recipe(**TOY_RECIPE, seed=seed), []
     batches = stream(pairs, recipe.max_tokens, seed)
-    updates = training(translator.model, batches, recipe)
+    updates = training(
+        fast(translator.model), batches, recipe, gradient=backward_in_slices
+    )
     for update in progress(updates, recipe, title="German-English"):
         losses.append(update.loss)
         if NOTEBOOK and update.step % 200 == 0:
@@ -4215,6 +4941,18 @@ NOTHING = Hypothesis(0.0, 0.0, [])  # for an empty source
 
 
 # %% [markdown]
+# The logarithm of a probability is the logit minus log Σ e^z. Only the best
+# few words of each beginning are of interest, so the sum is all we take from
+# the softmax:
+
+
+# %%
+def log_sum_exp(logits):
+    """(..., V) -> (...), sooner than torch.logsumexp on a processor."""
+    return logits.amax(-1) - logits.softmax(-1).amax(-1).log()
+
+
+# %% [markdown]
 # All sentences of a batch, and all beginnings of each, go through the
 # decoder together: A sentences times W beginnings. An empty place has the
 # score −∞. In the code, `origin` says which beginning each new one goes on
@@ -4234,15 +4972,19 @@ def continuations(scores, logits, at_limit):
     scores (A, W), logits (A·W, V), at_limit (A,): only EOS may follow.
     Returns (A, W) each: log-probabilities, beginnings continued, words.
     """
-    W = scores.size(1)
-    steps = forbid_specials(logits.log_softmax(-1))  # (A·W, V)
-    steps = steps.unflatten(0, (-1, W))  # (A, W, V)
-    only_end = torch.full_like(steps[0, 0], -math.inf)
-    only_end[EOS] = 0
-    steps[at_limit] += only_end
-    sums = (scores[..., None] + steps).flatten(1)  # (A, W·V)
-    best, index = sums.topk(W)  # (A, W), the best first
-    return best, index // steps.size(-1), index % steps.size(-1)
+    W = min(scores.size(1), logits.size(1))
+    total = log_sum_exp(logits)  # (A·W,)
+    logits = forbid_specials(logits)
+    if at_limit.any():
+        only_end = torch.full_like(logits[0], -math.inf)
+        only_end[EOS] = 0
+        logits.unflatten(0, scores.shape)[at_limit] += only_end
+    steps, words = logits.topk(W)  # (A·W, W), of each beginning
+    sums = (scores.flatten() - total)[:, None] + steps
+    sums = sums.view(len(scores), -1)  # (A, W·W), of each sentence
+    best, index = sums.topk(scores.size(1))  # (A, W), the best first
+    words = words.view(len(scores), -1).gather(1, index)
+    return best, index // W, words
 
 
 # %% [markdown]
@@ -4252,14 +4994,17 @@ def continuations(scores, logits, at_limit):
 
 # %%
 def beam_search(
-    model, src, width=4, alpha=0.6, extra=50, first=True, watch=None
-):
+    model, src, width=4, alpha=0.6, extra=50, first=True, watch=None,
+    begin=None,
+):  # fmt: skip
     """Translate (B, S) source ids; for each, Hypotheses, best first.
 
     `first`: stop as soon as the best is certain; the others may then be
     fewer than `width`, or not the next best. `watch` is called at each
-    step with what happened, for the picture below.
+    step with what happened, for the picture below. `begin(src, width)`
+    makes the cache, if it is to be another than `Cache`.
     """
+    begin = begin or partial(Cache.begin, model)
     limits = (src != PAD).sum(-1) + extra  # (B,) words
     ended = [[] for _ in src]
     alive = torch.arange(len(src), device=src.device)  # (A,)
@@ -4269,7 +5014,7 @@ def beam_search(
     words = torch.full((len(src) * width,), BOS, device=src.device)
     places = torch.arange(width, device=src.device)  # (W,)
     with evaluating(model):
-        cache = Cache(model, *model.encode(src), width)
+        cache = begin(src, width)
         while len(alive):
             logits = cache.read(words)
             at_limit = cache.length > limits[alive]
@@ -4956,105 +5701,6 @@ def attention_against_the_alignment():
 # gradients reach all layers from the start (Xiong et al., 2020; *Post-norm
 # against pre-norm* above).
 #
-# **Products in 16 bits.** Nearly all of an update's arithmetic is products of
-# matrices, and some processors multiply numbers of 16 bits about twice as
-# fast as those of 32. In `bfloat16` a number keeps its range and loses
-# digits: 8 bits of precision, where a `float32` has 24. So only the factors
-# of the products are rounded, in training; sums are in 32 bits, and so are
-# the weights, Adam's moments, norms and softmax. The model stays as it is:
-# its linear maps change their class, not their weights.
-
-
-# %%
-class HalfProduct(torch.autograd.Function):
-    """x Wᵀ + b, forward and backward, from factors in bfloat16."""
-
-    @staticmethod
-    def forward(ctx, x, weight, bias):  # x (..., I), weight (O, I)
-        factors = x.flatten(0, -2).bfloat16(), weight.bfloat16()
-        ctx.save_for_backward(*factors)
-        ctx.shape, ctx.bias = x.shape, bias is not None
-        y = (factors[0] @ factors[1].T).to(x.dtype)
-        y = y if bias is None else y.add_(bias)
-        return y.view(*x.shape[:-1], -1)
-
-    @staticmethod
-    def backward(ctx, gradient):  # (..., O)
-        x, weight = ctx.saved_tensors
-        whole = gradient.reshape(-1, gradient.size(-1))
-        half = whole.bfloat16()
-        at_x = (half @ weight).to(whole.dtype).view(ctx.shape)
-        at_weight = (half.T @ x).to(whole.dtype)
-        return at_x, at_weight, whole.sum(0) if ctx.bias else None
-
-
-# %% [markdown]
-# The linear map that uses it in training:
-
-
-# %%
-class HalfLinear(nn.Linear):
-    """nn.Linear, with `HalfProduct` in training."""
-
-    def forward(self, x):
-        if not self.training:
-            return super().forward(x)
-        return HalfProduct.apply(x, self.weight, self.bias)
-
-
-def halve_products(model):
-    """Let the model's linear maps multiply in bfloat16 when it trains."""
-    for module in model.modules():
-        if type(module) is nn.Linear:
-            module.__class__ = HalfLinear
-
-
-# %% [markdown]
-# How much is lost:
-
-
-# %%
-@check
-def half_products_are_close():
-    """In 16 bits values and gradients differ by 1 %; in use, by nothing."""
-    plain, half = nn.Linear(64, 32), nn.Sequential(nn.Linear(64, 32))
-    half[0].load_state_dict(plain.state_dict())
-    halve_products(half)
-    x = torch.randn(5, 7, 64, requires_grad=True)
-    assert half.eval()(x).equal(plain(x))
-    results = []
-    for linear in (plain, half.train()):
-        y = linear(x)
-        inputs = x, *linear.parameters()
-        results.append((y, *torch.autograd.grad(y.square().sum(), inputs)))
-    for one, two in zip(*results):
-        assert 0 < (one - two).norm() < 0.01 * one.norm()
-
-
-# %% [markdown]
-# Does it pay here? On a processor without such instructions it is slower
-# by far. So `--preset laptop` tries both for some milliseconds, and takes the
-# faster one; `--half` and `--no-half` say so at once.
-
-
-# %%
-def half_pays(device, tries=7):
-    """Whether products in bfloat16 are clearly faster on this device."""
-    if device.type == "mps":
-        return False
-    best = {}
-    for kind in (torch.float, torch.bfloat16):
-        x, weight = (torch.ones(n, 256, device=device) for n in (1024, 512))
-        seconds = []
-        for _ in range(tries):
-            began = time.perf_counter()
-            (x.to(kind) @ weight.to(kind).T).float().sum().item()
-            seconds.append(time.perf_counter() - began)
-        best[kind] = min(seconds)
-    return best[torch.bfloat16] < 0.9 * best[torch.float]
-
-
-# %% [markdown]
 # **A rate that falls to zero.** Equation 3 never gets small. If you know
 # when you will stop, let the rate fall linearly to 0 at that moment.
 #
@@ -5136,11 +5782,13 @@ def backward_r_drop(model, batch, tokens, smoothing, alpha=5.0, rows=256):
     real = twice.labels != PAD  # (2B, T)
     states = model.states(twice.src, twice.read)[real]  # (2R, D)
     leaf = states.detach().requires_grad_()
+    weight = model.tgt_embedding.weight
+    matrix = weight.detach().requires_grad_()  # (V, D)
     labels = batch.labels[batch.labels != PAD]  # (R,)
     total = torch.zeros((), device=states.device)
     for *pair, y in zip(*(x.split(rows) for x in leaf.chunk(2)),
                         labels.split(rows)):  # fmt: skip
-        logs = [model.tgt_embedding.logits(x).log_softmax(-1) for x in pair]
+        logs = [(x @ matrix.T).log_softmax(-1) for x in pair]  # (rows, V)
         losses = [
             F.cross_entropy(log, y, label_smoothing=smoothing, reduction="sum")
             for log in logs
@@ -5149,6 +5797,7 @@ def backward_r_drop(model, batch, tokens, smoothing, alpha=5.0, rows=256):
         price = alpha / 4 * disagreement(*logs)
         ((loss + price) / tokens).backward()
         total += loss.detach()
+    add_gradient(weight, matrix.grad)
     states.backward(leaf.grad)
     return total
 
@@ -5170,7 +5819,7 @@ def disagreement_is_two_divergences():
     rows = [digits("71920"), digits("44")]
     batch = Batch(pad(rows), pad([[BOS, *row] for row in rows]))
     gradients = []
-    for gradient in (backward, backward_r_drop):
+    for gradient in (backward_in_slices, backward_r_drop):
         model.zero_grad()
         gradient(model, batch, batch.count(), 0.1)
         gradients.append([w.grad.clone() for w in model.parameters()])
@@ -5245,7 +5894,11 @@ class MovingAverage:
 # %% tags=["plumbing"]
 def sha256(path):
     """The SHA-256 digest of a file, in hexadecimal."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):  # it may exceed the memory
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def write_whole(path, write):
@@ -5424,25 +6077,39 @@ def tied_weights_stay_tied():
 
 
 # %% tags=["plumbing"]
+class Lines:
+    """The lines of a UTF-8 text file, plain or .gz, without white space at
+    their ends; read from the file each time they are asked for."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __iter__(self):
+        opener, number = gzip.open if self.path.suffix == ".gz" else open, 0
+        try:
+            with opener(self.path, "rb") as file:
+                for line in file:
+                    number += 1
+                    yield line.decode().removeprefix("\ufeff").strip()
+        except UnicodeDecodeError:
+            raise InputError(
+                f"{self.path}, line {number}: not UTF-8; convert it, e.g. "
+                "iconv -f latin1 -t utf-8"
+            ) from None
+        except (OSError, EOFError, zlib.error) as error:
+            raise InputError(f"{self.path}: cannot be read: {error}") from None
+
+    def check(self):
+        """InputError if there is nothing but white space."""
+        if not any(self):
+            raise InputError(f"{self.path}: the file is empty")
+
+
 def read_lines(path):
-    """The lines of a UTF-8 text file, plain or .gz, without white space
-    at their ends."""
-    opener = gzip.open if path.suffix == ".gz" else open
-    lines = []
-    try:
-        with opener(path, "rb") as file:
-            for line in file:
-                lines.append(line.decode("utf-8-sig").strip())
-    except UnicodeDecodeError:
-        raise InputError(
-            f"{path}, line {len(lines) + 1}: not UTF-8; convert it, e.g. "
-            "iconv -f latin1 -t utf-8"
-        ) from None
-    except (OSError, EOFError, zlib.error) as error:
-        raise InputError(f"{path}: cannot be read: {error}") from None
-    if not any(lines):
-        raise InputError(f"{path}: the file is empty")
-    return lines
+    """The lines of a text file as a list; InputError if it is empty."""
+    lines = Lines(path)
+    lines.check()
+    return list(lines)
 
 
 # %% [markdown]
@@ -5459,8 +6126,8 @@ def find_part(folder, part, language):
     return None
 
 
-def read_pairs(folder, part, src, tgt):
-    """The (source, target) lines of a part of a corpus folder."""
+def part_sides(folder, part, src, tgt):
+    """The Lines of the two files of a part of a corpus folder."""
     sides = []
     for language in (src, tgt):
         path = find_part(folder, part, language)
@@ -5470,14 +6137,35 @@ def read_pairs(folder, part, src, tgt):
                 f"{folder}: no {part}.{language} or {part}.{language}.gz; "
                 f"there is: {there or 'nothing'}"
             )
-        sides.append(read_lines(path))
-    if len(sides[0]) != len(sides[1]):
-        counts = " and ".join(f"{len(side):,}" for side in sides)
-        raise InputError(
-            f"{folder}: {part}.{src} and {part}.{tgt} have {counts} lines; "
-            "line n of one must translate line n of the other"
-        )
-    return list(zip(*sides))
+        sides.append(Lines(path))
+    return sides
+
+
+# %% [markdown]
+# Two files side by side, as pairs. They are read line by line, for they may
+# be larger than the memory:
+
+
+# %% tags=["plumbing"]
+def in_step(sides):
+    """Yield the pairs of two lots of lines; InputError at unequal ends."""
+    for pair in itertools.zip_longest(*sides):
+        if None in pair:
+            names = " and ".join(side.path.name for side in sides)
+            counts = " and ".join(f"{sum(1 for _ in s):,}" for s in sides)
+            raise InputError(
+                f"{sides[0].path.parent}: {names} have {counts} lines; "
+                "line n of one must translate line n of the other"
+            )
+        yield pair
+
+
+def read_pairs(folder, part, src, tgt):
+    """The (source, target) lines of a part of a corpus folder."""
+    sides = part_sides(folder, part, src, tgt)
+    for side in sides:
+        side.check()
+    return list(in_step(sides))
 
 
 # %% [markdown]
@@ -5576,15 +6264,8 @@ def fetch(name, folder, hosts=MULTI30K_HOSTS):
 
 
 # %% tags=["plumbing"]
-def corpus_part(corpus, part, src, tgt):
-    """(source, target) lines of a part of "toy", "multi30k" or a folder."""
-    if corpus == "toy":
-        if {src, tgt} != {"de", "en"} or part not in toy_corpus():
-            raise InputError(
-                "the toy corpus has German (de) and English (en), in the "
-                f"parts train, val and test, not {part} of {src}-{tgt}"
-            )
-        return [(getattr(p, src), getattr(p, tgt)) for p in toy_corpus()[part]]
+def corpus_folder(corpus, part, src, tgt):
+    """The folder of a corpus; of Multi30k, with this part's files in it."""
     folder = Path(corpus)
     if corpus == "multi30k":
         folder = Path("data", "multi30k")
@@ -5600,53 +6281,385 @@ def corpus_part(corpus, part, src, tgt):
             f"{corpus}: no such folder; --corpus takes toy, multi30k, or a "
             f"folder with train.{src}, train.{tgt}, val.{src}, val.{tgt}"
         )
+    return folder
+
+
+def corpus_part(corpus, part, src, tgt):
+    """(source, target) lines of a part of "toy", "multi30k" or a folder."""
+    if corpus == "toy":
+        if {src, tgt} != {"de", "en"} or part not in toy_corpus():
+            raise InputError(
+                "the toy corpus has German (de) and English (en), in the "
+                f"parts train, val and test, not {part} of {src}-{tgt}"
+            )
+        return [(getattr(p, src), getattr(p, tgt)) for p in toy_corpus()[part]]
+    folder = corpus_folder(corpus, part, src, tgt)
     return read_pairs(folder, part, src, tgt)
 
 
 # %% [markdown]
-# Pairs with an empty side teach nothing, and very long ones would need
-# much memory, so both are left out of training, counted, and reported.
-# Nothing is ever left out of a test set: that would change the score.
+# Validation and test sets are small, and become lists. A training set may
+# be of any size, so it is read anew each time it is needed. Pairs with an
+# empty side teach nothing; they are left out of training, counted, and
+# reported. Nothing is ever left out of a test set: that would change the
+# score.
 
 
 # %% tags=["plumbing"]
-def training_pairs(corpus, src, tgt):
-    """The train and val pairs of texts, and a report of both."""
-    train = corpus_part(corpus, "train", src, tgt)
+class Texts:
+    """The training pairs of texts of a corpus, read from its files each time.
+
+    `sides`: the Lines of either language, or lists. Every 50th of the first
+    `held` lines is for validation and not among them.
+    """
+
+    def __init__(self, corpus, sides, held=0):
+        self.corpus, self.sides, self.held = corpus, sides, held
+        self.expected = None  # digests, if they are not to change
+
+    def __iter__(self):
+        if self.expected and self.digests() != self.expected:
+            raise InputError(f"{self.corpus}: changed while training on it")
+        self.lines = 0
+        for pair in in_step(self.sides):
+            held = self.lines < self.held and self.lines % 50 == 0
+            self.lines += 1
+            if all(pair) and not held:
+                yield pair
+
+    def __len__(self):
+        return self.facts["pairs"]
+
+    @functools.cached_property
+    def facts(self):
+        """Their number, how many were left out, a digest: all read once."""
+        digest, kept = hashlib.sha256(b"["), 0
+        for portion in portions(self):
+            text = json.dumps(portion)[1:-1]
+            digest.update(f"{', ' if kept else ''}{text}".encode())
+            kept += len(portion)
+        digest.update(b"]")
+        if not kept:
+            for side in self.sides:
+                side.check()
+            raise InputError(
+                f"{self.corpus}: no pair of sentences to train on"
+            )
+        held = len(range(0, min(self.lines, self.held), 50))
+        empty = self.lines - held - kept
+        return {"pairs": kept, "empty": empty, "data": digest.hexdigest()}
+
+    def digests(self):
+        """The SHA-256 digests of the files, by their names."""
+        if isinstance(self.sides[0], Lines):
+            return {side.path.name: sha256(side.path) for side in self.sides}
+        return {self.corpus: self.facts["data"]}
+
+    def report(self, val):
+        """What there is to train on, in words."""
+        kept, empty = self.facts["pairs"], self.facts["empty"]
+        text = f"{kept:,} training pairs, {len(val):,} for validation"
+        if self.held:
+            text += " (taken from the training set, which has no val files)"
+        if empty:
+            text += f"; left out: {empty:,} with an empty side"
+        return text
+
+
+# %% [markdown]
+# Without validation files, every 50th pair is held out, 1,000 at most:
+
+
+# %% tags=["plumbing"]
+def portions(items, size=10_000):
+    """Yield the items in lists of at most `size`."""
+    items = iter(items)
+    while portion := list(itertools.islice(items, size)):
+        yield portion
+
+
+def training_pairs(corpus, src, tgt, held=50_000):
+    """The Texts to train on, and the list of validation pairs."""
+    if corpus == "toy":
+        sides = list(zip(*corpus_part(corpus, "train", src, tgt)))
+    else:
+        folder = corpus_folder(corpus, "train", src, tgt)
+        sides = part_sides(folder, "train", src, tgt)
     own = corpus in ("toy", "multi30k") or any(
         find_part(Path(corpus), "val", language) for language in (src, tgt)
     )
     if own:
-        val = corpus_part(corpus, "val", src, tgt)
-    else:  # no validation set: take every 50th pair, 1,000 at most
-        val, held = train[::50][:1000], set(range(0, len(train), 50)[:1000])
-        train = [p for i, p in enumerate(train) if i not in held]
-    kept = [pair for pair in train if all(pair)]
-    if not kept:
-        raise InputError(f"{corpus}: no pair of sentences to train on")
-    text = f"{len(kept):,} training pairs, {len(val):,} for validation"
-    if not own:
-        text += " (taken from the training set, which has no val files)"
-    if len(kept) < len(train):
-        text += f"; left out: {len(train) - len(kept):,} with an empty side"
-    return kept, val, text
+        return Texts(corpus, sides), corpus_part(corpus, "val", src, tgt)
+    val = list(itertools.islice(in_step(sides), 0, held, 50))
+    return Texts(corpus, sides, held), val
 
 
 # %% [markdown]
-# And those without the longest:
+# ### Four million pairs
+#
+# The paper's English-German corpus had 4.5 million pairs. How much memory
+# is that, at 25 tokens a side? A pair as `stream` takes it is a tuple of two
+# lists, and a list keeps 8 bytes for the place of each number, beside the
+# number itself. But a token is a number below 65,536 (if the vocabulary is
+# not larger), and so two bytes hold it. Packed one after the other into one
+# array, the tokens need nothing else but the two lengths of each pair, 8
+# bytes. (Another 8, in memory, say where each pair begins.)
+
+
+# %%
+@example
+def bytes_of_a_pair():
+    pair = [*range(1000, 1026)], [*range(2000, 2027)]  # with <s> and </s>
+    numbers = [number for side in pair for number in side]
+    lists = sum(map(sys.getsizeof, [pair, *pair, *numbers]))
+    packed = 2 * len(numbers) + 8
+    for name, size in (("lists", lists), ("packed", packed)):
+        total = 4.5e6 * size / 1e9
+        print(f"{name:7}{size:6,} bytes a pair{total:6.1f} GB in all")
+
+
+# %% [markdown]
+# The lists would fill the memory of most laptops. Even the packed tokens need
+# not be in memory at all. A file can be *mapped*: the operating system then
+# lets us index it as if it were an array, fetches those parts that we touch,
+# and drops them again when memory gets short. So a corpus is encoded once,
+# in a stream, into a file; and training reads from the mapped file the
+# pairs of one batch at a time.
+#
+# In a model of both directions each pair is there twice, but need not be
+# stored twice. Turned round, a source gets `<s>` in the place of its tag, and
+# a target a tag in the place of its `<s>`.
+
+
+# %%
+@dataclass
+class PackedPairs:
+    """Pairs of token ids in two arrays: pairs[i] is (source, target).
+
+    `tokens`: all ids in 16 or 32 bits, a pair's target after its source.
+    `lengths`: (pairs, 2). `back`: the tag of the other direction; with it,
+    all pairs follow a second time, turned round. `texts` are what they were
+    made from, except for those of the numbers in `long`.
+    """
+
+    tokens: torch.Tensor
+    lengths: torch.Tensor
+    long: list
+    back: int | None = None
+    texts: Texts | None = None
+
+    def __post_init__(self):
+        self.starts = F.pad(self.lengths.sum(1).cumsum(0), (1, 0)).numpy()
+        bits = 8 * self.tokens.element_size()
+        self.ids = self.tokens.numpy().view(f"uint{bits}")  # no sign
+
+    def __len__(self):
+        return len(self.lengths) * (1 if self.back is None else 2)
+
+    def __getitem__(self, i):
+        if not 0 <= i < len(self):
+            raise IndexError(i)
+        turned, i = divmod(i, len(self.lengths))
+        row = self.ids[self.starts[i] : self.starts[i + 1]].tolist()
+        middle = int(self.lengths[i, 0])
+        src, tgt = row[:middle], row[middle:]
+        if turned:
+            return [self.back, *tgt[1:]], [BOS, *src[1:]]
+        return src, tgt
+
+    def widths(self):
+        """For each pair the length of its longer side, without BOS."""
+        src, tgt = self.lengths.unbind(1)
+        widths = torch.maximum(src, tgt - 1)
+        if self.back is None:
+            return widths
+        return torch.cat([widths, torch.maximum(tgt, src - 1)])
+
+    def anew(self, translator, cut):
+        """The same pairs, their words cut by `cut`: see BPE-dropout."""
+        long = set(self.long)
+        texts = (p for i, p in enumerate(self.texts) if i not in long)
+        return pack(translator, texts, cut, longest=math.inf)
+
+
+# %% [markdown]
+# sentencepiece encodes a list of texts faster than one text at a time, so
+# the corpus is taken in portions. Very long pairs would need much memory in
+# training, so those of more than 100 tokens a side are left out; their
+# numbers are kept. The tokens go into a file without a name, which vanishes
+# when nobody uses it any more, however the program ends.
+
+
+# %%
+def encode_portion(translator, pairs, cut=None):
+    """What `encode_texts` gives for each pair of a list, but faster."""
+    vocab = translator.src_vocab
+    if cut or not isinstance(vocab, Pieces):
+        return [translator.encode_texts(*pair, cut) for pair in pairs]
+    tag = vocab.encode(translator.split(""))[:-1]
+    sides = [vocab.processor.encode(list(side)) for side in zip(*pairs)]
+    return [([*tag, *x, EOS], [BOS, *y, EOS]) for x, y in zip(*sides)]
+
+
+def pack(translator, texts, cut=None, longest=100, folder=None):
+    """PackedPairs of texts, whose tokens are in a mapped file."""
+    both, vocab = translator.both, translator.src_vocab
+    size = max(len(vocab), len(translator.tgt_vocab))
+    code, kind = ("H", torch.int16) if size <= 1 << 16 else ("I", torch.int32)
+    lengths, long, number = array("i"), [], 0
+    with tempfile.TemporaryFile(dir=folder) as file:
+        for portion in portions(texts):
+            ids = array(code)
+            for src, tgt in encode_portion(translator, portion, cut):
+                if max(len(src) - 1 - both, len(tgt) - 2) > longest:
+                    long.append(number)
+                else:
+                    lengths.extend((len(src), len(tgt)))
+                    ids.extend(src + tgt)
+                number += 1
+            ids.tofile(file)
+        if not lengths:
+            raise InputError(f"no pair has at most {longest} tokens a side")
+        file.flush()
+        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    tokens = torch.frombuffer(content, dtype=kind)
+    lengths = torch.frombuffer(lengths, dtype=torch.int32).view(-1, 2)
+    back = vocab.encode([f"<2{translator.src}>"])[0] if both else None
+    return PackedPairs(tokens, lengths, long, back, texts)
+
+
+# %% [markdown]
+# What comes back must be what plain encoding gives, in both directions, with
+# 16 bits and with 32:
+
+
+# %%
+@check
+def packed_pairs_are_the_pairs():
+    """Packed and unpacked, each pair is what it was, and none is lost."""
+    pairs = [(pair.de, pair.en) for pair in toy_corpus()["test"][:300]]
+    tags = ["<2de>", "<2en>"]
+    pieces = Pieces.learn([text for p in pairs for text in p], 300, tags)
+    for both in (False, True):
+        translator = Translator(None, [pieces] * 2, ("de", "en"), both)
+        packed = pack(translator, pairs)
+        plain = encode_all(translator, pairs)
+        assert list(packed) == plain and len(packed) == len(plain)
+        widths = [max(len(src), len(tgt) - 1) for src, tgt in plain]
+        assert packed.widths().tolist() == widths
+    numbers = torch.tensor([40_000, 65_535, 70_000, EOS], dtype=torch.int32)
+    for tokens in (numbers, numbers.to(torch.int16)):  # these may wrap
+        [(src, tgt)] = PackedPairs(tokens, torch.tensor([[3, 1]]), [])
+        bits = 8 * tokens.element_size()
+        assert src == [n % 2**bits for n in (40_000, 65_535, 70_000)]
+        assert tgt == [EOS]
+
+
+# %% [markdown]
+# The file stays in the folder of the run, as `pairs.pt` (or in that of
+# `--cache`, where several runs can share it), together with the vocabulary.
+# When training starts the next time, it is there. But is it still right? It
+# notes what it was made from: the SHA-256 digests of the two files, the
+# languages, and what was asked of the vocabulary. If one of them is not the
+# same now, all is encoded anew; and a run that is to be *resumed* refuses
+# other texts. Sizes and dates would be quicker to compare than digests, but
+# they can deceive, and digests take only seconds for gigabytes.
 
 
 # %% tags=["plumbing"]
-def short_pairs(translator, pairs, longest=100):
-    """The pairs of at most `longest` tokens a side, and how many are not."""
-    kept = [
-        pair
-        for pair in pairs
-        if max(len(ids) for ids in translator.tokens(*pair)) <= longest
-    ]
-    if not kept:
-        raise InputError(f"no pair has at most {longest} tokens a side")
-    return kept, len(pairs) - len(kept)
+class EncodedCorpus:
+    """A training corpus and the file of its PackedPairs.
+
+    `wanted`: all that decides what must be in the file, beside the texts.
+    `stored` is the file's content if it is that, else None; then `changed`
+    names what is not as it was.
+    """
+
+    def __init__(self, texts, path, **wanted):
+        self.texts, self.path = texts, path
+        self.wanted = {"format": 1, "files": texts.digests(), **wanted}
+        self.stored, self.changed = None, []
+        try:
+            stored = torch.load(path, mmap=True, weights_only=True)
+            facts = json.loads(stored["facts"])
+            before, now = (
+                {**w, **w["files"], "files": 0}
+                for w in (facts["wanted"], self.wanted)
+            )
+            whole = int(stored["lengths"].sum()) == len(stored["tokens"])
+        except Exception:  # none yet, damaged, or something else
+            return
+        self.changed = [k for k in now if now[k] != before.get(k)]
+        if whole and not self.changed:
+            self.stored, texts.facts = stored, facts["texts"]
+
+    def vocabularies(self, learn):
+        """Those of the file; else what `learn` gives for the texts."""
+        if not self.stored:
+            return learn(self.texts)
+        if "pieces" in self.stored:
+            return [Pieces(self.stored["pieces"].encode("latin-1"))] * 2
+        return [Vocabulary(words) for words in self.stored["words"]]
+
+    def pairs(self, translator):
+        """The PackedPairs, encoded now if they were not before."""
+        if not self.stored:
+            self.encode(translator)
+        if isinstance(self.texts.sides[0], Lines):
+            self.texts.expected = self.wanted["files"]
+        stored = self.stored
+        return PackedPairs(
+            *(stored[name] for name in ("tokens", "lengths", "long", "back")),
+            self.texts,
+        )
+
+    def encode(self, translator):
+        """Encode the texts into the file."""
+        folder = self.path.parent
+        packed = pack(translator, self.texts, folder=folder)
+        facts = {"wanted": self.wanted, "texts": self.texts.facts}
+        content = {name: getattr(packed, name) for name in
+                   ("tokens", "lengths", "long", "back")}  # fmt: skip
+        content["facts"] = json.dumps(facts)
+        vocabs = translator.src_vocab, translator.tgt_vocab
+        if isinstance(vocabs[0], Pieces):
+            content["pieces"] = vocabs[0].model.decode("latin-1")
+        else:
+            content["words"] = [vocab.words for vocab in vocabs]
+        write_whole(self.path, lambda p: torch.save(content, p))
+        self.stored = torch.load(self.path, mmap=True, weights_only=True)
+
+
+# %% [markdown]
+# A file changed by a single letter is noticed, though its size and date are
+# what they were:
+
+
+# %%
+@check
+def a_changed_file_is_noticed():
+    """What was encoded is found again; if a letter changed, it is not."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for language in ("de", "en"):
+            lines = [getattr(p, language) for p in toy_corpus()["val"]]
+            (folder / f"train.{language}").write_text(
+                "\n".join(lines), "utf-8"
+            )
+        texts, _ = training_pairs(folder, "de", "en")
+        first = EncodedCorpus(texts, folder / "pairs.pt", languages="de en")
+        assert not first.stored and not first.changed
+        vocabs = learn_vocabularies(texts, ("de", "en"))
+        first.encode(Translator(None, vocabs, ("de", "en")))
+        again = EncodedCorpus(texts, folder / "pairs.pt", languages="de en")
+        assert again.stored and len(texts) == len(again.stored["lengths"])
+        file = folder / "train.en"
+        state, content = file.stat(), file.read_bytes()
+        file.write_bytes(content.replace(b"the", b"thy", 1))
+        os.utime(file, ns=(state.st_atime_ns, state.st_mtime_ns))
+        later = EncodedCorpus(texts, folder / "pairs.pt", languages="de en")
+        assert not later.stored and later.changed == ["train.en"]
+        del first, again, later  # they hold the file
 
 
 # %% [markdown]
@@ -5702,13 +6715,16 @@ class Run:
         return self.translator.model
 
     def save(self, folder):
-        """Write checkpoint.pt."""
+        """Write checkpoint.pt; of several processes, all must call this."""
         device = next(self.model.parameters()).device
+        states = everyone(random_state(device))  # each draws its own dropout
+        if not first():
+            return
         state = {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "moving": self.moving.weights if self.moving else [],
-            "random": random_state(device),
+            "random": torch.stack(states),
             "description": json.dumps(self.description),
             "numbers": [self.step, self.seconds, self.best],
         }
@@ -5716,7 +6732,10 @@ class Run:
         write_whole(folder / "checkpoint.pt", lambda p: torch.save(state, p))
 
     def load(self, folder):
-        """Go on from checkpoint.pt; InputError if it is another run's."""
+        """Go on from checkpoint.pt; InputError if it is another run's.
+
+        Returns the number of processes that the run had.
+        """
         device = next(self.model.parameters()).device
         state = load_tensors(folder / "checkpoint.pt", device)
         try:
@@ -5725,8 +6744,14 @@ class Run:
             self.optimizer.load_state_dict(state["optimizer"])
             if self.moving:
                 self.moving.weights = list(state["moving"])
-            set_random_state(state["random"], device)
             self.step, self.seconds, self.best = state["numbers"]
+            states = torch.atleast_2d(state["random"])
+            (rank, number), seed = place(), self.description["recipe"]["seed"]
+            if len(states) == number:
+                own = states[rank].clone()  # torch reads views wrongly
+                set_random_state(own, device)
+            else:
+                torch.manual_seed(own_seed(f"{seed} {self.step}", rank))
         except (RuntimeError, LookupError, TypeError, ValueError) as error:
             if isinstance(error, InputError):
                 raise
@@ -5735,6 +6760,12 @@ class Run:
                 "on another kind of --device; restore it, or train again "
                 "with another --out"
             ) from None
+        if len(set(everyone(self.step))) > 1:
+            raise InputError(
+                f"{folder}: the processes read different checkpoints; all "
+                "machines must see the same folder"
+            )
+        return len(states)
 
 
 # %% [markdown]
@@ -5745,7 +6776,12 @@ class Run:
 # %% tags=["plumbing"]
 def check_same_run(saved, run, folder):
     """Refuse to resume with another corpus, preset or recipe."""
-    for name, value in json.loads(json.dumps(run.description)).items():
+    check_same_facts(saved, run.description, folder)
+
+
+def check_same_facts(saved, facts, folder):
+    """InputError if one of the facts of a run is not what was saved."""
+    for name, value in json.loads(json.dumps(facts)).items():
         if saved.get(name) != value:
             shown = f" (it was {saved.get(name)})"
             if name in ("data", "pieces", "src_words", "tgt_words"):
@@ -5753,6 +6789,18 @@ def check_same_run(saved, run, folder):
             raise InputError(
                 f"{folder}: cannot resume, {name} has changed{shown}"
             )
+
+
+def saved_description(folder):
+    """The description of the run in checkpoint.pt."""
+    state = load_tensors(folder / "checkpoint.pt")
+    try:
+        return dict(json.loads(state["description"]))
+    except (LookupError, TypeError, ValueError):
+        raise InputError(
+            f"{folder}: checkpoint.pt is not of a training run; restore it, "
+            "or train again with another --out"
+        ) from None
 
 
 # %% [markdown]
@@ -5767,8 +6815,10 @@ class Log:
 
     def __init__(self, folder, step, tensorboard=False):
         """Go on after update `step`; what was logged later is dropped."""
-        folder.mkdir(parents=True, exist_ok=True)
         self.path, self.board = folder / "log.jsonl", None
+        if not first():
+            return
+        folder.mkdir(parents=True, exist_ok=True)
         kept = [line for line in read_log(folder) if line["step"] <= step]
         text = "".join(json.dumps(line) + "\n" for line in kept)
         write_whole(self.path, lambda p: p.write_text(text, encoding="utf-8"))
@@ -5778,6 +6828,8 @@ class Log:
             self.board = SummaryWriter(folder, purge_step=step + 1)
 
     def write(self, step, **values):
+        if not first():
+            return
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **values}) + "\n")
         for name, value in values.items() if self.board else ():
@@ -5820,16 +6872,19 @@ def read_log(folder):
 def validate(run, val, folder, log, say, averaged=0):
     """Translate the validation set; keep the weights if none were better."""
     val = val[:1000]
+    sources, references = [x for x, _ in val], [y for _, y in val]
     moving = run.moving.inside(run.model) if run.moving else None
     with moving or contextlib.nullcontext():
-        outputs = run.translator.translate([x for x, _ in val])
-        score = bleu(outputs, [y for _, y in val]).score
+        outputs = shared(run.translator.translate, sources)
+        score = bleu(outputs, references).score
         if run.translator.both:  # the mean of both directions decides
-            back = run.translator.reversed().translate([y for _, y in val])
-            score = (score + bleu(back, [x for x, _ in val]).score) / 2
+            back = shared(run.translator.reversed().translate, references)
+            score = (score + bleu(back, sources).score) / 2
+        better, run.best = score >= run.best, max(score, run.best)
+        if not first():
+            return outputs
         loss = math.log(perplexity(run.model, encode_all(run.translator, val)))
-        if score >= run.best:
-            run.best = score
+        if better:
             facts = {**run.description, "step": run.step, "val_bleu": score}
             save_translator(run.translator, folder, **facts)
     what = f"update {run.step:,}"
@@ -5850,16 +6905,15 @@ def validate(run, val, folder, log, say, averaged=0):
 
 # %%
 def epochs(run, train, recipe):
-    """A function: the encoded training pairs of an epoch."""
+    """A function: the PackedPairs of an epoch; `train` are those of all."""
     if not recipe.bpe_dropout:
-        pairs = encode_all(run.translator, train)
-        return lambda epoch: pairs
+        return lambda epoch: train
 
     def encode(epoch):
         draw = random.Random(f"{recipe.seed} {epoch}")
         pieces = run.translator.src_vocab
         cut = random_cuts(pieces, recipe.bpe_dropout, draw)
-        return encode_all(run.translator, train, cut)
+        return train.anew(run.translator, cut)
 
     return encode
 
@@ -5873,13 +6927,19 @@ def train_translator(run, train, val, recipe, folder, options):
     """Train and keep checkpoints in `folder`.
 
     `options`: `device`, `resume`, `save_every`, `average` (how many
-    checkpoints), `tensorboard`, and `say` (prints a line).
+    checkpoints), `tensorboard`, `compile`, and `say` (prints a line).
     """
     device, say = options["device"], options["say"]
+    rank, number = place()
     if options["resume"]:
-        run.load(folder)
+        before = run.load(folder)
         say(f"resuming after update {run.step:,}")
+        if before != number:
+            say(f"note: the run had {before} processes, now {number}: the "
+                "same batches, other random numbers for dropout")  # fmt: skip
     else:
+        if rank:  # the first goes on from where the model was made
+            torch.manual_seed(own_seed(recipe.seed, rank))
         run.save(folder)  # from here on, it can be resumed
     log = Log(folder, run.step, options["tensorboard"])
     skip, pace = run.step * recipe.accumulate, []
@@ -5887,16 +6947,19 @@ def train_translator(run, train, val, recipe, folder, options):
         epochs(run, train, recipe), recipe.max_tokens, recipe.seed, device,
         skip,
     )  # fmt: skip
-    gradient = partial(backward, half=recipe.half)
+    gradient = partial(backward_in_slices, half=recipe.half)
     if recipe.r_drop:
         gradient = partial(backward_r_drop, alpha=recipe.r_drop)
-    if recipe.half:
-        halve_products(run.model)
+    fast(run.model, recipe.half)
+    if options.get("compile"):
+        run.model.states = torch.compile(run.model.states, dynamic=True)
+    if number > 1:
+        gradient = SharedGradient(run.model, gradient, recipe.accumulate)
     updates = training(
         run.model, batches, recipe, run.optimizer, run.step, gradient
     )
     losses = []
-    for update in progress(updates, recipe, run.step):
+    for update in progress(updates, recipe, run.step) if first() else updates:
         if run.moving:
             run.moving.update(run.model, update.step)
         run.step, run.seconds = update.step, run.seconds + update.seconds
@@ -5946,6 +7009,8 @@ def show(outputs, val, say):
 # %% tags=["plumbing"]
 def keep_snapshot(run, folder, number):
     """Write the weights of this update; remove all but the last few."""
+    if not first():
+        return
     path = folder / f"weights-{run.step:06}.pt"
     state = run.model.state_dict()
     write_whole(path, lambda p: torch.save(state, p))
@@ -5962,7 +7027,8 @@ def keep_snapshot(run, folder, number):
 # %% tags=["plumbing"]
 def validate_average(run, val, folder, log, options):
     """Validate the mean of the last snapshots; keep it if it is best."""
-    there = sorted(folder.glob("weights-*.pt"))[-options["average"] :]
+    found = from_first(lambda: sorted(folder.glob("weights-*.pt")))
+    there = found[-options["average"] :]
     if options["average"] < 2 or len(there) < 2:
         return
     device = options["device"]
@@ -5973,6 +7039,387 @@ def validate_average(run, val, folder, log, options):
     validate(run, val, folder, log, options["say"], len(there))
     run.model.load_state_dict(now)
     run.moving = moving
+
+
+# %% [markdown]
+# ### Several processes
+#
+# A machine with eight GPUs runs eight *processes*, one for each. Each holds
+# the whole model. They share the sentences of a batch, each computes the
+# gradient of its own, and before every update the gradients are added up, so
+# that all make the same step and stay equal. PyTorch calls this
+# *DistributedDataParallel*, and `torchrun` starts the processes:
+#
+# `torchrun --nproc-per-node=8 annotated_transformer.py train --corpus … `
+#
+# It works without a GPU as well: two processes of one thread each, on a
+# laptop. Every process numbers the others from 0; its own number is called
+# its *rank*. Rank 0 is the first: it alone writes files and speaks.
+
+# %% tags=["plumbing"]
+import torch.distributed as dist
+
+
+def place():
+    """(rank, number of processes); (0, 1) for a process on its own."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+def first():
+    """Whether this is the process that writes and speaks."""
+    return place()[0] == 0
+
+
+# %% [markdown]
+# **What is the same.** Every process draws the same batches in the same order
+# and takes every K-th sentence of each. A batch is sorted by length, so the
+# shares have nearly as much work. The update is then the same update,
+# however many processes there are, up to rounding and to dropout, for which
+# each process draws random numbers of its own. If a batch has fewer sentences
+# than there are processes, some have nothing to do. But everyone must take
+# part in the sum, so they take one sentence without its labels, whose
+# gradient is zero.
+
+
+# %%
+def share(batch, rank, number):
+    """Every `number`-th pair of a batch; one without labels if none is."""
+    if rank < len(batch.src):
+        return Batch(batch.src[rank::number], batch.tgt[rank::number])
+    tgt = batch.tgt[:1].clone()
+    tgt[:, 1:] = PAD
+    return Batch(batch.src[:1], tgt)
+
+
+# %% [markdown]
+# **What the mean gets wrong.** The loss is one *per token*, and shares of as
+# many sentences differ in tokens. Say one process has 30 tokens with a loss
+# of 2 each, and the other has 10 with 4 each. The mean over all tokens is
+# (30 · 2 + 10 · 4) / 40 = 2.5. If each takes its own mean and the two are
+# averaged, as is often done, it is (2 + 4) / 2 = 3: the ten tokens of the
+# second process count three times as much as those of the first. The same
+# happens to the gradients. It is the slip of accumulation once more, and so
+# is the cure: each divides by the tokens of *all*, and then we add. Since all
+# know the whole batch, nobody has to ask how many those are.
+
+
+# %%
+@check
+def shares_add_up_to_the_whole():
+    """Gradients of the shares, added, are the whole's; the mean is not."""
+    model = tiny_model().double()
+    rows = [torch.randint(4, 14, (n,)).tolist() for n in (9, 2, 7, 1, 8)]
+    batch = Batch(
+        pad([[*row, EOS] for row in rows]),
+        pad([[BOS, *row, EOS] for row in rows]),
+    )
+    shares = [share(batch, rank, 3) for rank in range(3)]
+    assert sum(part.count() for part in shares) == batch.count()
+
+    def gradient(parts, counts):
+        model.zero_grad()
+        for part, tokens in zip(parts, counts):
+            backward(model, part, tokens, 0.1)
+        return torch.cat([w.grad.flatten() for w in model.parameters()])
+
+    whole = gradient([batch], [batch.count()])
+    added = gradient(shares, [batch.count()] * 3)
+    torch.testing.assert_close(added, whole)
+    own_means = gradient(shares, [3 * part.count() for part in shares])
+    assert (own_means - whole).norm() > 0.01 * whole.norm()
+    nobody = gradient([share(batch, 6, 7)], [1])  # six pairs too few
+    assert nobody.eq(0).all()
+
+
+# %% [markdown]
+# PyTorch's class watches a module's call, and when autograd has finished a
+# gradient, sends it off while the others are still being computed. In our
+# loss, autograd begins at the states. So that is the call to watch. (The
+# module holds the model's weights and nothing else: its tables, such as that
+# of positions, never change and need no sending.)
+
+
+# %%
+class States(nn.Module):
+    """A Transformer whose call ends at the states, before the logits."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.weights = nn.ParameterList(model.parameters())
+        self.run = model.states
+
+    def forward(self, src, tgt):  # (B, S), (B, T) -> (B, T, D)
+        return self.run(src, tgt)
+
+
+# %% [markdown]
+# What stands in the place of `backward_in_slices`. `DistributedDataParallel`
+# divides the sum of the gradients by the number of processes. We want the
+# sum, so each divides by the tokens *over* that number. Where an update
+# consists of several parts, `no_sync` lets their gradients pile up, and only
+# the last part sends them. To the gradient's function this object is the
+# model: it has all that is asked for.
+
+
+# %%
+class SharedGradient:
+    """`gradient` of a batch that all processes share.
+
+    `parts`: calls to an update. Each call returns the summed loss of the
+    whole batch; after the last, weights have the joint gradient.
+    """
+
+    def __init__(self, model, gradient, parts):
+        self.gradient, self.parts, self.calls = gradient, parts, 0
+        self.tgt_embedding = model.tgt_embedding
+        self.states = nn.parallel.DistributedDataParallel(
+            States(model), gradient_as_bucket_view=True
+        )
+
+    def __call__(self, model, batch, tokens, smoothing):
+        rank, number = place()
+        own, tokens = share(batch, rank, number), tokens / number
+        self.calls += 1
+        last = self.calls % self.parts == 0
+        with contextlib.nullcontext() if last else self.states.no_sync():
+            loss = self.gradient(self, own, tokens, smoothing)
+        dist.all_reduce(loss)  # added up
+        return loss
+
+
+# %% [markdown]
+# **What is sent.** The sum goes round in a ring. The gradient is cut into K
+# pieces. In K − 1 turns each process passes a piece on to its neighbour,
+# which adds its own; then each piece is complete somewhere, and in K − 1 more
+# turns the sums go round. So each process sends 2 (K − 1)/K times the size of
+# the gradient, never more than twice its size, however many there are.
+#
+# That gives the cost on paper. An update takes about 6 floating-point
+# operations for each weight and token (2 forward, 4 backward). The time to
+# send is the bytes over the speed of the slowest link, plus a *latency* for
+# each turn. The cell assumes, for two processes on a laptop, the tiny sizes
+# with 10,000 pieces, batches of 1,024, 80 · 10⁹ operations and 2 · 10⁹ bytes
+# a second for each core; for GPUs, 350 · 10¹² operations a second (about a
+# third of the peak of a recent one in bfloat16), the paper's vocabulary, and
+# gradients of four bytes. Within a machine a GPU has a link of 450 GB/s
+# (NVLink). Between machines the eight GPUs of each share a network of 400 or
+# 100 Gbit/s, which is 50 or 12.5 GB/s; a ring crosses each machine's link
+# once. Latencies: 20 µs on the laptop, 5 µs in the machine, 20 µs across.
+
+
+# %%
+def ring_seconds(number, weights, speed, latency):
+    """Time to add up 4-byte gradients in a ring of `number` processes."""
+    turns = 2 * (number - 1)
+    return turns * (4 * weights / number / speed + latency)
+
+
+@example
+def cost_of_adding_up():
+    with torch.device("meta"):  # sizes, without memory
+        tiny = Transformer(Config(10_000, 10_000, **PRESETS["tiny"]))
+        models = {
+            name: Transformer(Config(**PRESETS[name]))
+            for name in ("base", "big")
+        }
+    links = {"NVLink": (450e9, 5e-6), "400 Gbit": (50e9, 2e-5)}
+    links |= {"100 Gbit": (12.5e9, 2e-5), "laptop": (2e9, 2e-5)}
+    cases = [("tiny", 2, "laptop", 1024)]
+    cases += [(m, 8, "NVLink", 25_000) for m in models]
+    for link in ("400 Gbit", "100 Gbit"):
+        cases += [("base", 64, link, n) for n in (25_000, 64 * 25_000)]
+    models["tiny"] = tiny
+    print(
+        "model  processes  link      tokens     MB sent  ms: compute   add up"
+    )
+    for name, number, link, tokens in cases:
+        weights = parameter_count(models[name])
+        speed = 80e9 if link == "laptop" else 350e12
+        compute = 6 * weights * tokens / number / speed
+        send = ring_seconds(number, weights, *links[link])
+        megabytes = 2 * (number - 1) / number * 4 * weights / 1e6
+        print(f"{name:6} {number:9}  {link:8} {tokens:9,} {megabytes:9.0f}"
+              f"  {1000 * compute:11.1f} {1000 * send:8.1f}")  # fmt: skip
+
+
+# %% [markdown]
+# **What to notice.** More processes share the computing, but each sends as
+# much as before. On eight GPUs in one machine adding up costs little. On 64
+# in eight machines the paper's batch of 25,000 tokens leaves so little to
+# compute for each that they mostly wait for the network. Large clusters
+# therefore use larger batches (the rows with 1,600,000 tokens; the learning
+# rate must then be found anew), send gradients in 16 bits, or add them up
+# within each machine first. A part of the time is hidden, since the last
+# layers' gradients travel while the first layers' are still being computed.
+#
+# The rest of this section is plumbing: to meet, to agree, to end together.
+# Some decisions are made once, by the first process, and told to the others:
+
+
+# %% tags=["plumbing"]
+def everyone(value):
+    """The values of all processes, by rank; waits for all of them."""
+    number, values = place()[1], [value]
+    if number > 1:
+        values = [None] * number
+        dist.all_gather_object(values, value)
+    return values
+
+
+def from_first(function):
+    """What `function` gives in the first process, in all of them."""
+    if place()[1] == 1:
+        return function()
+    box = [function() if first() else None]
+    dist.broadcast_object_list(box)
+    return box[0]
+
+
+def shared(function, items):
+    """function(items), a list as long, each process doing its share."""
+    rank, number = place()
+    results = [None] * len(items)
+    for i, part in enumerate(everyone(function(items[rank::number]))):
+        results[i::number] = part
+    return results
+
+
+# %% [markdown]
+# What is prepared once and kept in files is prepared by the first process.
+# The others wait, and then find it done. (Of each further machine again one
+# goes first, for it may have a disk of its own.)
+
+
+# %% tags=["plumbing"]
+@contextlib.contextmanager
+def one_goes_first():
+    """The body, run by the first process before the others."""
+    turn = 2 if os.environ.get("LOCAL_RANK", "0") != "0" else 1
+    turn = 0 if first() else turn
+    for _ in range(turn):
+        everyone("wait")
+    yield
+    for _ in range(2 - turn):
+        everyone("go on")
+
+
+# %% [markdown]
+# Each process draws its own dropout. The first goes on with the random
+# numbers that made the model, so that a process on its own is as before; the
+# others get seeds that share nothing with it:
+
+
+# %% tags=["plumbing"]
+def own_seed(seed, rank):
+    """A seed of 32 bits for a process, unlike that of any other."""
+    return random.Random(f"{seed}, process {rank}").getrandbits(32)
+
+
+def own_device(name):
+    """`pick_device`; of several processes each takes a GPU of its own."""
+    if place()[1] == 1:
+        return pick_device(name)
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name not in ("cpu", "cuda"):
+        raise InputError(
+            f"--device {name}: several processes run on cpu or cuda, where "
+            "each takes the GPU of its own number"
+        )
+    if name == "cpu":
+        return pick_device(name)
+    device = pick_device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}")
+    torch.cuda.set_device(device)
+    return device
+
+
+# %% [markdown]
+# `torchrun` tells each process by environment variables who it is. They meet
+# in a *store*, a small table of keys and values that one process serves. If
+# some were killed and started anew, the store may still hold what the dead
+# have written. So each says hello under a name that was never used, and the
+# first, who answers, gives the name of this meeting:
+
+
+# %% tags=["plumbing"]
+def name_of_meeting(store, rank, number):
+    """A name common to all processes that are alive, and to no others."""
+    own = os.urandom(8).hex()
+    if rank:
+        store.set(f"hello {rank}", own)
+        name = store.get(f"answer to {own}").decode()  # waits for it
+        store.add(name, 1)
+        return name
+    while store.add(own, 0) < number - 1:
+        for other in range(1, number):
+            if store.check([f"hello {other}"]):
+                name = store.get(f"hello {other}").decode()
+                store.set(f"answer to {name}", own)
+        time.sleep(0.01)
+    return own
+
+
+# %% [markdown]
+# On GPUs tensors travel by NVIDIA's library NCCL, otherwise by gloo. Who
+# waits for the first process may have to wait long, while it prepares a
+# corpus; so the patience is of two hours.
+
+
+# %% tags=["plumbing"]
+def join_processes():
+    """Meet the others that torchrun started; the store, None if alone."""
+    names = "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
+    told = [os.environ.get(name) for name in names]
+    if None in told or int(told[1]) == 1:
+        return None
+    from datetime import timedelta
+
+    patience = timedelta(hours=2)
+    store, rank, number = next(dist.rendezvous("env://", timeout=patience))
+    store = dist.PrefixStore(name_of_meeting(store, rank, number), store)
+    nccl = torch.cuda.is_available() and dist.is_nccl_available()
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if nccl else "gloo", timeout=patience,
+        store=dist.PrefixStore("work", store), rank=rank, world_size=number,
+    )  # fmt: skip
+    if "OMP_NUM_THREADS" not in os.environ:  # torchrun itself sets it to 1
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", number))
+        torch.set_num_threads(max(1, torch.get_num_threads() // here))
+    return store
+
+
+# %% [markdown]
+# **When one of them dies**, the others cannot go on. `torchrun` stops them
+# all and, with `--max-restarts=3`, starts them anew, up to three times. A
+# process that was started anew goes on from the last checkpoint without being
+# told to. The checkpoint holds the random state of every process, so that the
+# end is the same, bit for bit, as if nothing had happened. (With another
+# number of processes a run can be resumed too. Its batches stay the same,
+# dropout does not.)
+
+
+# %% tags=["plumbing"]
+def started_anew():
+    """Whether torchrun has restarted any of the processes."""
+    count = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    return max(everyone(count)) > 0
+
+
+def lost_contact(error):
+    """Whether an error only says that another process is gone."""
+    if place()[1] == 1:
+        return False
+    return isinstance(error, dist.DistError) or "gloo" in str(error)
+
+
+def speaks_for_all(store):
+    """Whether this process is the first to fail; of others, we know why."""
+    try:
+        return store is None or store.add("failed", 1) == 1
+    except RuntimeError:  # torchrun is gone too
+        return False
 
 
 # %% [markdown]
@@ -6195,6 +7642,15 @@ class Int8Product:
         self.weight, factor = int8_rows(weight.detach())
         self.factor = factor.T  # (1, O)
 
+    @classmethod
+    def join(cls, products):
+        """One product in the place of several of the same input."""
+        joined, products = cls.__new__(cls), list(products)
+        joined.weight = torch.cat([product.weight for product in products])
+        factors = [product.factor for product in products]
+        joined.factor = torch.cat(factors, dim=1)
+        return joined
+
     def __call__(self, x):
         """(..., I) -> (..., O)"""
         rows, factor = int8_rows(x.reshape(-1, x.size(-1)))
@@ -6205,8 +7661,9 @@ class Int8Product:
 
 # %% [markdown]
 # As with products in 16 bits, the model stays as it is: its linear maps and
-# its target embedding change their class. From then on it is for use only.
-# The integers are made once, so later changes of the weights have no effect.
+# its target embedding change their class, which a `Writer` notices. From then
+# on it is for use only. The integers are made once, so later changes of the
+# weights have no effect.
 
 
 # %%
@@ -6471,11 +7928,17 @@ RECIPES = {
 }
 
 
-def say(*words):
+def tell(*words):
     """A line for the reader, beside the output proper and the bar."""
     from tqdm import tqdm
 
     tqdm.write(" ".join(map(str, words)), file=sys.stderr)
+
+
+def say(*words):
+    """`tell`, but of several processes only the first does."""
+    if first():
+        tell(*words)
 
 
 def announce(device, expected=""):
@@ -6484,7 +7947,9 @@ def announce(device, expected=""):
         name = torch.cuda.get_device_name(device)
     else:
         name = f"{torch.get_num_threads()} threads"
-    say(f"device: {device} ({name}){expected}")
+    number = place()[1]
+    each = f", each of {number} processes" if number > 1 else ""
+    say(f"device: {device} ({name}){each}{expected}")
 
 
 # %% [markdown]
@@ -6511,13 +7976,15 @@ def run_copy(args):
 
 # %% tags=["plumbing"]
 def run_train(args):
-    device, folder = pick_device(args.device), Path(args.out)
+    device, folder = own_device(args.device), Path(args.out)
     for name in ("save_every", "average"):
         if getattr(args, name) < 1:
             option = name.replace("_", "-")
             raise InputError(f"--{option} must be at least 1")
     if args.src == args.tgt:
         raise InputError(f"--src and --tgt are both {args.src}")
+    if started_anew():  # by torchrun: then nobody could type --resume
+        args.resume = (folder / "checkpoint.pt").exists()
     began = [folder / name for name in ("model.json", "checkpoint.pt")]
     if any(path.exists() for path in began) and not args.resume:
         raise InputError(
@@ -6532,31 +7999,50 @@ def run_train(args):
     announce(device)
     if args.tensorboard:
         check_tensorboard()
+    if args.compile:
+        check_compiler(device)
     recipe, sizes, pieces = settings_of(args)
     languages = args.src, args.tgt
-    train, val, text = training_pairs(args.corpus, *languages)
-    say(text)
     facts = {"languages": list(languages), "preset": args.preset}
     facts |= {"corpus": str(args.corpus), "recipe": asdict(recipe)}
     if recipe.decay == "root":  # then the length of a run may change
         del facts["recipe"]["steps"]
-    facts["data"] = hashlib.sha256(json.dumps(train).encode()).hexdigest()
-    torch.manual_seed(args.seed)
-    rare = 1 if args.corpus == "toy" else 2
-    if args.start:
-        translator = load_start(args, recipe)
-        facts["start"] = sha256(Path(args.start) / "weights.pt")
-    else:
-        translator = untrained_translator(
-            train, languages, sizes, pieces, rare, recipe.both
-        )
-    train, long = short_pairs(translator, train)
-    if long:
-        say(f"left out: {long:,} pairs of more than 100 tokens")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"{folder}: no place for a model: {error}") from None
+    saved = saved_description(folder) if args.resume else None
+    if saved:
+        check_same_facts(saved, facts, folder)
+    with one_goes_first():  # who downloads, encodes and writes
+        texts, val = training_pairs(args.corpus, *languages)
+        start = load_start(args, recipe) if args.start else None
+        corpus = training_corpus(args, texts, pieces, recipe.both, start)
+        say(texts.report(val))
+        facts["data"] = texts.facts["data"]
+        if saved and saved["data"] != facts["data"]:
+            files = corpus.wanted["files"]
+            names = " and ".join(set(files) & set(corpus.changed) or files)
+            raise InputError(
+                f"{folder}: cannot resume, {names} changed since the run "
+                "began; restore the corpus, or start anew with another --out"
+            )
+        torch.manual_seed(args.seed)
+        if start:
+            translator = start
+            facts["start"] = sha256(Path(args.start) / "weights.pt")
+        else:
+            how = corpus.wanted["vocabulary"]
+            learn = partial(learn_vocabularies, languages=languages, **how)
+            vocabs = corpus.vocabularies(learn)
+            translator = new_translator(vocabs, languages, sizes, recipe.both)
+        if saved:
+            check_same_facts(saved, {**facts, **describe(translator)}, folder)
+        for home in (folder, corpus.path.parent):
+            try:
+                home.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                text = f"{home}: no place for a model: {error}"
+                raise InputError(text) from None
+        train = corpus.pairs(translator)
+    if train.long:
+        say(f"left out: {len(train.long):,} pairs of more than 100 tokens")
     count = parameter_count(translator.model.to(device)) / 1e6
     say(f"{args.preset}: {count:.1f} million weights")
     moving = MovingAverage(translator.model, recipe.ema)
@@ -6570,10 +8056,38 @@ def run_train(args):
         "save_every": args.save_every,
         "average": args.average,
         "tensorboard": args.tensorboard,
+        "compile": args.compile,
         "say": say,
     }
     train_translator(run, train, val, recipe, folder, options)
     say(f"done: {folder}, validation BLEU {run.best:.2f}")
+
+
+# %% [markdown]
+# What is to be in the file of encoded pairs, and where it is:
+
+
+# %% tags=["plumbing"]
+def training_corpus(args, texts, pieces, both, start):
+    """The EncodedCorpus of `train`: found, or still to be encoded."""
+    if start:  # the vocabulary is that of a saved model
+        description = describe(start)
+        del description["config"]
+        text = json.dumps(description)
+        vocabulary = hashlib.sha256(text.encode()).hexdigest()
+    else:
+        rare = 1 if args.corpus == "toy" else 2
+        vocabulary = dict(pieces=pieces, min_count=rare, both=both)
+    path = Path(args.cache or args.out) / "pairs.pt"
+    corpus = EncodedCorpus(
+        texts, path, languages=[args.src, args.tgt], both=both,
+        held=texts.held, longest=100, vocabulary=vocabulary,
+    )  # fmt: skip
+    if corpus.stored:
+        say(f"encoded before: {path}")
+    elif corpus.changed:
+        say(f"{path} is of something else: {', '.join(corpus.changed)}")
+    return corpus
 
 
 # %% [markdown]
@@ -6627,9 +8141,10 @@ def settings_of(args):
         if getattr(args, name, None) is not None:
             settings[name] = getattr(args, name)
     if args.preset == "laptop" and args.half is None:
-        settings["half"] = half_before(args)
-    if "batch_tokens" in settings:
-        settings["max_tokens"] = min(settings["batch_tokens"], 4096)
+        settings["half"] = from_first(lambda: half_before(args))
+    if args.max_tokens is None:
+        places = settings.get("batch_tokens", Recipe.batch_tokens)
+        settings["max_tokens"] = min(places, 4096 * place()[1])
     for name in ("dropout", "attention_dropout", "norm_first"):
         if getattr(args, name) is not None:
             sizes[name] = getattr(args, name)
@@ -6672,6 +8187,18 @@ def check_tensorboard():
         raise InputError(
             "--tensorboard needs a package: pip install tensorboard"
         ) from None
+
+
+# %% [markdown]
+# And one program:
+
+
+# %% tags=["plumbing"]
+def check_compiler(device):
+    """InputError where torch.compile would find no C++ compiler."""
+    names = os.environ.get("CXX", "g++"), "clang++", "cl"
+    if device.type == "cpu" and not any(map(shutil.which, names)):
+        raise InputError("--compile needs a C++ compiler: install g++")
 
 
 # %% [markdown]
@@ -6927,6 +8454,7 @@ NUMBERS = (
     ("--warmup", int, "updates of rising learning rate"),
     ("--factor", float, "on the learning rate"),
     ("--batch-tokens", int, "places in an update, on the longer side"),
+    ("--max-tokens", int, "of them at once (4096 a process)"),
 )
 LEVERS = (
     ("--dropout", float, "instead of the preset's"),
@@ -6983,6 +8511,8 @@ def add_training(train):
     option("--seed", type=int, default=0, metavar="N")
     text = "start from the model in DIR, not from random weights"
     option("--from", dest="start", metavar="DIR", help=text)
+    text = "keep the encoded corpus in DIR, for several runs (--out)"
+    option("--cache", metavar="DIR", help=text)
     add_numbers(train, NUMBERS)
     text = "updates between checkpoints (1000)"
     option("--save-every", type=int, default=1000, metavar="N", help=text)
@@ -6990,6 +8520,8 @@ def add_training(train):
     option("--average", type=int, default=5, metavar="K", help=text)
     option("--resume", action="store_true", help="go on with the run in DIR")
     option("--tensorboard", action="store_true", help="write its files too")
+    text = "let torch.compile join small operations"
+    option("--compile", action="store_true", help=text)
     levers = train.add_argument_group("levers beyond the paper")
     add_numbers(levers, LEVERS)
     option = levers.add_argument
@@ -7057,33 +8589,55 @@ def parser():
 
 
 # %% [markdown]
+# A command line is read and run. Of several processes all read it, and one
+# complains.
+
+
+# %% tags=["plumbing"]
+def run_command(argv):
+    """Read a command line and do what it says."""
+    shown = sys.stderr if first() else io.StringIO()
+    with contextlib.redirect_stderr(shown):
+        args = parser().parse_args(argv)
+    if place()[1] > 1 and args.run is not run_train:
+        raise InputError("torchrun is for `train`; start the others by python")
+    args.run(args)
+
+
+# %% [markdown]
 # And last, the function that ties the commands to exit statuses: 0 if all is
-# well, 2 for wrong input, 130 for Ctrl-C.
+# well, 2 for wrong input, 130 for Ctrl-C, and 1 if another process is gone.
 
 
 # %% tags=["plumbing"]
 def main(argv):
     """Run a command line; returns the exit status."""
-    args = parser().parse_args(argv)
     for stream_ in (sys.stdout, sys.stderr):
         if hasattr(stream_, "reconfigure"):
             stream_.reconfigure(encoding="utf-8")
+    store = join_processes()
     try:
-        args.run(args)
+        run_command(argv)
+        if store:
+            dist.destroy_process_group()
+        return 0
     except InputError as error:
-        say(f"error: {error}")
-        return 2
+        status, words = 2, f"error: {error}"
     except BrokenPipeError:  # the reader has stopped, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:  # a full disk, a folder that is not there
-        say(f"error: {error}")
-        return 2
+        status, words = 2, f"error: {error}"
     except KeyboardInterrupt:
         more = "; training goes on from its last checkpoint by --resume"
-        say("stopped" + (more if args.run is run_train else ""))
-        return 130
-    return 0
+        status, words = 130, "stopped" + more * (argv[:1] == ["train"])
+    except RuntimeError as error:
+        if not lost_contact(error):
+            raise
+        status, words = 1, "error: another process has ended, so all must"
+    if speaks_for_all(store):
+        tell(words)
+    return status
 
 
 # %% [markdown]

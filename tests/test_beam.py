@@ -101,6 +101,7 @@ def test_stopping_early_saves_steps(monkeypatch):
         model.tgt_embedding.weight.zero_()
         model.tgt_embedding.weight[7, 0] = 1.0
         model.tgt_embedding.weight[EOS, 1] = 1.0
+        model.tgt_embedding.weight[8, 1] = 0.9
 
     def read(cache, words):
         steps.append(len(words))

@@ -123,8 +123,8 @@ SLIPS = {
         "batches_hold_each_pair_once",
     ),
     "a budget that forgets the padding": (
-        "widths[i] * (len(group) + 1) > max_tokens",
-        "sum(widths[j] for j in group) > max_tokens",
+        "width * (len(group) + 1) > max_tokens",
+        "widths[group].sum() > max_tokens",
         "batches_hold_each_pair_once",
     ),
     "dropout in evaluation": (
@@ -158,9 +158,24 @@ SLIPS = {
         "accumulated_gradient_is_the_large_one",
     ),
     "the words' own gradient lost": (
-        "    weight.grad += at_weight",
-        "    weight.grad += 0 * at_weight",
+        "    add_gradient(weight, at_weight)",
+        "    add_gradient(weight, 0 * at_weight)",
         "accumulated_gradient_is_the_large_one",
+    ),
+    "a gradient of the words that replaces the last": (
+        "        weight.grad += gradient",
+        "        weight.grad = gradient.to(weight.dtype)",
+        "accumulated_gradient_is_the_large_one",
+    ),
+    "a pair that no process takes": (
+        "batch.src[rank::number], batch.tgt[rank::number]",
+        "batch.src[rank + 1 :: number], batch.tgt[rank + 1 :: number]",
+        "shares_add_up_to_the_whole",
+    ),
+    "a pair that counts though it was only borrowed": (
+        "    tgt[:, 1:] = PAD",
+        "    tgt[:, 1:] = tgt[:, 1:].clone()",
+        "shares_add_up_to_the_whole",
     ),
     "smoothing that pulls the other way": (
         "q.exp_().sub_(even)",
@@ -252,6 +267,31 @@ SLIPS = {
         "state = y[:, 0]",
         "cache_changes_nothing",
     ),
+    "every beginning everyone's ancestor": (
+        "self.ancestors[..., self.new] = True if alike else eye",
+        "self.ancestors[..., self.new] = True",
+        "writer_changes_nothing",
+    ),
+    "ancestors not sorted with the beam": (
+        "rows = self.ancestors.flatten(0, 1)[texts]",
+        "rows = self.ancestors.flatten(0, 1)[: len(texts)]",
+        "writer_changes_nothing",
+    ),
+    "products joined in the wrong order": (
+        "product([heads.W_Q, heads.W_K, heads.W_V])",
+        "product([heads.W_K, heads.W_Q, heads.W_V])",
+        "writer_changes_nothing",
+    ),
+    "no ReLU in the laid-out network": (
+        'then = "relu" if self.relu else "none"',
+        'then = "none"',
+        "writer_changes_nothing",
+    ),
+    "a source's keys left behind": (
+        "self.source = self.source.index_select(1, sources)",
+        "self.source = self.source[:, : len(sources)]",
+        "writer_changes_nothing",
+    ),
     "a divergence in one direction": (
         "((first.exp() - second.exp()) * (first - second))",
         "(first.exp() * (first - second))",
@@ -301,6 +341,41 @@ SLIPS = {
         "{name: total / len(states) for name",
         "{name: total for name",
         "averages_are_means_and_stay_tied",
+    ),
+    "the lengths of the two sides exchanged": (
+        "middle = int(self.lengths[i, 0])",
+        "middle = int(self.lengths[i, 1])",
+        "packed_pairs_are_the_pairs",
+    ),
+    "large numbers read as negative ones": (
+        'self.tokens.numpy().view(f"uint{bits}")',
+        "self.tokens.numpy()",
+        "packed_pairs_are_the_pairs",
+    ),
+    "turned round with the wrong tag": (
+        "return [self.back, *tgt[1:]], [BOS, *src[1:]]",
+        "return [src[0], *tgt[1:]], [BOS, *src[1:]]",
+        "packed_pairs_are_the_pairs",
+    ),
+    "a portion without its last pair": (
+        "sides = [vocab.processor.encode(list(side)) for",
+        "sides = [vocab.processor.encode(list(side)[:-1]) for",
+        "packed_pairs_are_the_pairs",
+    ),
+    "files known by their size alone": (
+        "return {side.path.name: sha256(side.path) for side in self.sides}",
+        "return {s.path.name: s.path.stat().st_size for s in self.sides}",
+        "a_changed_file_is_noticed",
+    ),
+    "files known by their date": (
+        "return {side.path.name: sha256(side.path) for side in self.sides}",
+        "return {s.path.name: s.path.stat().st_mtime for s in self.sides}",
+        "a_changed_file_is_noticed",
+    ),
+    "encoded anew each time": (
+        "self.stored, texts.facts = stored, facts",
+        "self.stored, texts.facts = None, facts",
+        "a_changed_file_is_noticed",
     ),
     "one attention row too heavy": (
         "self.weights = None if self.training else weights.detach()",

@@ -52,7 +52,7 @@ def half(corpus, tmp_path_factory):
 def small(corpus, tmp_path_factory):
     """The folder of a very small model that nobody trained: a quick one."""
     folder = tmp_path_factory.mktemp("runs") / "small"
-    pairs, _, _ = book.training_pairs(corpus, "de", "en")
+    pairs, _ = book.training_pairs(corpus, "de", "en")
     torch.manual_seed(0)
     sizes = dict(N=1, d_model=16, d_ff=16, h=2)
     translator = book.untrained_translator(pairs, ("de", "en"), sizes)
@@ -87,7 +87,9 @@ def test_help_lists_every_command(capsys):
 OPTIONS = {
     "copy": "--device --seed",
     "train": "--device --corpus --src --tgt --preset --out --steps --seed "
-    "--pieces --warmup --factor --batch-tokens --average --tensorboard "
+    "--cache --from --compile "
+    "--pieces --warmup --factor --batch-tokens --max-tokens --average "
+    "--tensorboard "
     "--norm-first --dropout --attention-dropout --decay --ema --r-drop "
     "--bpe-dropout --both --half --save-every --resume",
     "translate": "--device --model --beam --alpha --reverse --int8 --nbest "
@@ -203,8 +205,8 @@ def test_training_reports_beside_the_output(capsys, corpus, tmp_path):
     ):
         assert expected in errors
     assert sorted(contents(out)) == [
-        "checkpoint.pt", "log.jsonl", "model.json", "weights-000001.pt",
-        "weights-000002.pt", "weights.pt",
+        "checkpoint.pt", "log.jsonl", "model.json", "pairs.pt",
+        "weights-000001.pt", "weights-000002.pt", "weights.pt",
     ]  # fmt: skip
 
 
@@ -212,8 +214,8 @@ def test_files_of_a_model_cannot_run_code(model):
     files = sorted(model.glob("*.pt"))
     names = [path.name for path in files]
     assert names == [
-        "checkpoint.pt", "weights-000003.pt", "weights-000006.pt",
-        "weights.pt",
+        "checkpoint.pt", "pairs.pt", "weights-000003.pt",
+        "weights-000006.pt", "weights.pt",
     ]  # fmt: skip
     for path in files:
         torch.load(path, weights_only=True)

@@ -133,7 +133,7 @@ def test_text_that_looks_like_a_special_token_is_none(min_count):
 
 def test_the_test_set_adds_no_word_to_the_vocabulary(folder):
     write(folder, test_de=["Zebra"], test_en=["zebra"])
-    train, _, _ = book.training_pairs(folder, "de", "en")
+    train, _ = book.training_pairs(folder, "de", "en")
     translator = untrained(train)
     assert translator.src_vocab.encode(["Zebra"])[0] == book.UNK
     assert translator.tgt_vocab.encode(["zebra"])[0] == book.UNK
@@ -318,8 +318,10 @@ def test_what_the_toy_corpus_lacks_is_named(part, src, tgt):
 
 
 def test_training_and_validation_pairs_are_texts(folder):
-    train, val, report = book.training_pairs(folder, "de", "en")
-    assert train[7] == ("Satz 7 .", "sentence 7 .")
+    train, val = book.training_pairs(folder, "de", "en")
+    report = train.report(val)
+    assert list(train)[7] == ("Satz 7 .", "sentence 7 .")
+    assert len(train) == 120
     assert val[0] == ("eins", "one")
     assert "120 training pairs" in report and "3 for validation" in report
     assert "left out" not in report
@@ -329,8 +331,9 @@ def test_what_is_left_out_is_counted(folder):
     german = ["kurz", "", "lang", " \t"]
     english = ["short", "one", "  ", ""]
     write(folder, train_de=german, train_en=english)
-    train, _, report = book.training_pairs(folder, "de", "en")
-    assert train == [("kurz", "short")]
+    train, val = book.training_pairs(folder, "de", "en")
+    report = train.report(val)
+    assert list(train) == [("kurz", "short")]
     assert "1 training pairs" in report
     assert "3 with an empty side" in report
 
@@ -344,20 +347,30 @@ def untrained(pairs, **how):
 def test_pairs_with_a_long_side_are_left_out_and_counted():
     pairs = [("wort " * n, "word") for n in (1, 100, 101, 500)]
     pairs += [("wort", "word " * n) for n in (100, 101)]
-    kept, count = book.short_pairs(untrained(pairs), pairs)
-    assert kept == [pairs[i] for i in (0, 1, 4)]
-    assert count == 3
+    translator = untrained(pairs)
+    packed = book.pack(translator, pairs)
+    kept = [pairs[i] for i in (0, 1, 4)]
+    assert list(packed) == book.encode_all(translator, kept)
+    assert packed.long == [2, 3, 5]
 
 
 def test_the_longer_side_decides_what_is_too_long():
     pairs = [("a", "a"), ("b", "b c d e")]
-    kept, count = book.short_pairs(untrained(pairs), pairs, longest=3)
-    assert (kept, count) == (pairs[:1], 1)
+    packed = book.pack(untrained(pairs), pairs, longest=3)
+    assert (len(packed), packed.long) == (1, [1])
+
+
+def test_a_tag_does_not_count_as_length():
+    pairs = [("a b c", "a")] * 40
+    translator = untrained(pairs, pieces=13, both=True)
+    assert len(translator.split("a b c")) == 4  # the tag as well
+    assert len(book.pack(translator, pairs, longest=3)) == 80
+    assert "at most 2" in refused(book.pack, translator, pairs, None, 2)
 
 
 def test_if_all_pairs_are_too_long_that_is_an_error():
     pairs = [("a b c", "a")]
-    message = refused(book.short_pairs, untrained(pairs), pairs, 2)
+    message = refused(book.pack, untrained(pairs), pairs, None, 2)
     assert "at most 2 tokens" in message
 
 
@@ -368,7 +381,8 @@ def texts(train):
 def test_without_validation_files_some_training_pairs_are_held_out(folder):
     for path in folder.glob("val.*"):
         path.unlink()
-    train, val, report = book.training_pairs(folder, "de", "en")
+    train, val = book.training_pairs(folder, "de", "en")
+    report = train.report(val)
     held = {src for src, _ in val}
     assert not texts(train) & held
     assert texts(train) | held == {f"Satz {n} ." for n in range(120)}
@@ -379,7 +393,7 @@ def test_without_validation_files_some_training_pairs_are_held_out(folder):
 def test_at_most_a_thousand_pairs_are_held_out(tmp_path):
     lines = [f"w{n}" for n in range(60_000)]
     write(tmp_path, train_de=lines, train_en=lines)
-    train, val, _ = book.training_pairs(tmp_path, "de", "en")
+    train, val = book.training_pairs(tmp_path, "de", "en")
     assert len(val) == 1000 and len(train) == 59_000
     assert not texts(train) & {src for src, _ in val}
 
@@ -393,19 +407,22 @@ def test_half_a_validation_set_is_an_error(folder, missing):
 
 def test_nothing_to_train_on_is_an_error(folder):
     write(folder, train_de=["", "a"], train_en=["a", ""])
-    assert str(folder) in refused(book.training_pairs, folder, "de", "en")
+    train, _ = book.training_pairs(folder, "de", "en")
+    assert str(folder) in refused(len, train)
 
 
 def test_a_folder_may_be_named_by_text(folder):
-    assert book.training_pairs(str(folder), "de", "en") == (
-        book.training_pairs(folder, "de", "en")
+    (one, val), (two, also) = (
+        book.training_pairs(name, "de", "en") for name in (folder, str(folder))
     )
+    assert (list(one), val) == (list(two), also)
 
 
 def test_another_script_goes_through(data, capsys):
     book.tokenizer.cache_clear()
     folder = str(data / "ko-en")
-    train, val, report = book.training_pairs(folder, "ko", "en")
+    train, val = book.training_pairs(folder, "ko", "en")
+    report = train.report(val)
     assert len(train) > 3000 and len(val) == 75
     assert all(src and tgt for src, tgt in train)
     assert "training pairs" in report

@@ -1,5 +1,6 @@
 """Decoding: what is written, when it stops, and what it costs."""
 
+import functools
 import math
 
 import pytest
@@ -57,6 +58,13 @@ def test_a_batch_is_decoded_like_each_sentence_alone(greedy, seed, lengths):
 
 
 @settings(max_examples=30, deadline=None)
+def caches(model):
+    """The ways to begin a cache: the plain one, and the Writer's."""
+    plain = functools.partial(book.Cache.begin, model)
+    return [plain, book.Writer(model).begin]
+
+
+@settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 99),
     lengths=LENGTHS,
@@ -74,11 +82,12 @@ def test_cached_logits_are_those_of_the_whole_decoder(
     tgt[tgt == PAD] = UNK
     with torch.no_grad():
         whole = model(src.repeat_interleave(width, 0), tgt)
-        cache = book.Cache(model, *model.encode(src), width)
-        for t in range(T):
-            torch.testing.assert_close(
-                cache.read(tgt[:, t]), whole[:, t], rtol=1e-4, atol=1e-4
-            )
+        for begin in caches(model):
+            cache = begin(src, width)
+            for t in range(T):
+                torch.testing.assert_close(
+                    cache.read(tgt[:, t]), whole[:, t], rtol=1e-4, atol=1e-4
+                )
 
 
 @settings(max_examples=30, deadline=None)
@@ -92,17 +101,54 @@ def test_texts_may_leave_the_cache_and_change_their_places(seed, data):
     places = st.lists(st.integers(0, 1), min_size=2, max_size=2)
     texts = [2 * i + k for i in sources for k in data.draw(places)]
     with torch.no_grad():
-        cache = book.Cache(model, *model.encode(src), 2)
-        for t in range(3):
-            cache.read(tgt[:, t])
-        cache.keep(torch.tensor(texts), torch.tensor(sources))
         rest = torch.randint(4, 14, (len(texts), 3))
         now = torch.cat([tgt[texts, :3], rest], dim=1)
         whole = model(src[sources].repeat_interleave(2, 0), now)
-        for t in range(3, 6):
-            torch.testing.assert_close(
-                cache.read(now[:, t]), whole[:, t], rtol=1e-4, atol=1e-4
-            )
+        for begin in caches(model):
+            cache = begin(src, 2)
+            for t in range(3):
+                cache.read(tgt[:, t])
+            cache.keep(torch.tensor(texts), torch.tensor(sources))
+            for t in range(3, 6):
+                torch.testing.assert_close(
+                    cache.read(now[:, t]), whole[:, t], rtol=1e-4, atol=1e-4
+                )
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 99), lengths=LENGTHS, width=st.integers(1, 4))
+def test_a_writer_writes_what_the_plain_cache_writes(seed, lengths, width):
+    """Sentences that end early leave; long ones outgrow the first room."""
+    model = lively_model(seed, norm_first=bool(seed % 2))
+    src = book.pad([torch.randint(4, 14, (n,)).tolist() for n in lengths])
+    begin = book.Writer(model).begin
+    assert book.greedy(model, src, 45, begin) == book.greedy(model, src, 45)
+    how = {"width": width, "extra": 45, "first": False}
+    plain = book.beam_search(model, src, **how)
+    fast = book.beam_search(model, src, **how, begin=begin)
+    for one, two in zip(plain, fast, strict=True):
+        assert [h.tokens for h in one] == [h.tokens for h in two]
+        for h, g in zip(one, two):
+            assert math.isclose(h.score, g.score, rel_tol=1e-4)
+
+
+def test_a_writer_in_16_bits_is_close():
+    model = lively_model(3)
+    src, words = torch.randint(4, 14, (5, 6)), torch.full((5,), book.BOS)
+    with torch.no_grad():
+        whole = book.Writer(model).begin(src).read(words)
+        half = book.Writer(model, torch.bfloat16).begin(src).read(words)
+    assert 0 < (whole - half).norm() < 0.05 * whole.norm()
+
+
+def test_a_writer_without_onednn_writes_the_same(monkeypatch):
+    """On another device, or an older PyTorch, the plain product is used."""
+    model, src = lively_model(3), torch.randint(4, 14, (5, 6))
+    expected = book.greedy(model, src, 20, book.Writer(model).begin)
+    monkeypatch.setattr(book.torch.ops, "mkldnn", object())
+    writer = book.Writer(model)
+    assert writer.logits.packed is None
+    assert book.greedy(model, src, 20, writer.begin) == expected
 
 
 def count_rows(module):

@@ -249,7 +249,8 @@ def spellings(translator, epoch, seed=0, dropout=0.2):
     """What a run with this seed reads in this epoch."""
     recipe = book.Recipe(seed=seed, bpe_dropout=dropout)
     run = types.SimpleNamespace(translator=translator)
-    return book.epochs(run, GERMAN, recipe)(epoch)
+    train = book.pack(translator, GERMAN)
+    return list(book.epochs(run, train, recipe)(epoch))
 
 
 def test_an_epoch_is_cut_the_same_each_time_and_no_two_alike(german):
@@ -269,7 +270,8 @@ pairs = [(pair.de, pair.en) for pair in book.toy_corpus()["train"][:400]]
 sizes = dict(N=1, d_model=8, d_ff=8, h=1)
 translator = book.untrained_translator(pairs, ("de", "en"), sizes, pieces=200)
 run = types.SimpleNamespace(translator=translator)
-cut = book.epochs(run, pairs, book.Recipe(bpe_dropout=0.2))(3)
+train = book.pack(translator, pairs)
+cut = list(book.epochs(run, train, book.Recipe(bpe_dropout=0.2))(3))
 print(hashlib.sha256(json.dumps(cut).encode()).hexdigest())
 """
 

@@ -102,7 +102,7 @@ def run_everything():
     rows = [[4, 5, 6, 7], [5, 6], [7, 8, 9]]
     pairs = [([*r, book.EOS], [book.BOS, *r, 4, book.EOS]) for r in rows]
     batch = next(book.stream(pairs, 100))
-    book.backward(model, batch, batch.count(), 0.1)
+    book.backward_in_slices(model, batch, batch.count(), 0.1)
     model(batch.src, batch.read)
     book.backward_r_drop(model, batch, batch.count(), 0.1)
     for greedy in (book.greedy, book.greedy_plain):

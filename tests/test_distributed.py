@@ -1,0 +1,283 @@
+"""Several processes: one gradient, one writer, and no harm from a kill."""
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import one_of_several
+import pytest
+import torch
+from helpers import (
+    ONE_THREAD,
+    SCRIPT,
+    checkpoint,
+    contents,
+    refused,
+    run,
+    same,
+    trained,
+    training_command,
+    weights,
+)
+
+import annotated_transformer as book
+
+pytestmark = pytest.mark.usefixtures("one_thread", "small")
+
+PLAIN = [
+    "--dropout", 0, "--warmup", 5, "--batch-tokens", 300, "--max-tokens", 100,
+    "--save-every", 4,
+]  # fmt: skip
+LEVERS = [
+    *PLAIN, "--dropout", 0.2, "--attention-dropout", 0.1, "--r-drop", 1,
+    "--norm-first", "--ema", 0.9, "--half",
+]  # fmt: skip
+STEPS = 12
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Make the preset tiny very small here too."""
+    monkeypatch.setitem(book.PRESETS, "tiny", one_of_several.SMALL)
+
+
+@pytest.fixture(scope="module")
+def few(corpus, tmp_path_factory):
+    """A corpus of 50 pairs: a run of twelve updates reads it twice."""
+    folder = tmp_path_factory.mktemp("few")
+    for part, size in {"train": 50, "val": 3}.items():
+        for language in ("de", "en"):
+            text = (corpus / f"{part}.{language}").read_text("utf-8")
+            lines = text.splitlines(keepends=True)[:size]
+            path = folder / f"{part}.{language}"
+            path.write_text("".join(lines), encoding="utf-8")
+    return folder
+
+
+def torchrun(*arguments, restarts=0, processes=2, **environment):
+    """Run the book in several processes."""
+    launch = ["-m", "torch.distributed.run", "--standalone"]
+    launch += [f"--nproc-per-node={processes}", f"--max-restarts={restarts}"]
+    path = {"PYTHONPATH": str(SCRIPT.parent)}
+    return subprocess.run(
+        [sys.executable, *launch, one_of_several.__file__,
+         *map(str, arguments)],
+        env=ONE_THREAD | path | environment, capture_output=True, text=True,
+        timeout=600,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def plain(few, tmp_path_factory):
+    """A run of two processes without dropout, and what they found before."""
+    folder = tmp_path_factory.mktemp("plain")
+    command = training_command(few, folder / "run", STEPS, *PLAIN)
+    done = torchrun("probe", folder, *command, WATCH=str(folder))
+    assert done.returncode == 0, done.stderr
+    done.folder = folder
+    done.found = [
+        json.loads((folder / f"found-{rank}").read_text("utf-8"))
+        for rank in range(2)
+    ]
+    return done
+
+
+@pytest.fixture(scope="module")
+def whole(few, tmp_path_factory):
+    """The folder of a run of two processes that nobody killed."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    done = torchrun(*training_command(few, out, STEPS, *LEVERS))
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+# --------------------------------------------------------------- one gradient
+
+
+@pytest.mark.parametrize("parts", one_of_several.BATCHES)
+@pytest.mark.parametrize("kind", one_of_several.GRADIENTS)
+def test_two_processes_find_the_gradient_of_one(plain, kind, parts):
+    """Though they hold different numbers of real tokens, or none."""
+    one, other = (found[f"{kind}, {parts}"] for found in plain.found)
+    (mine, whole), (yours, _) = one["tokens"], other["tokens"]
+    assert mine != yours and mine + yours == whole
+    for found in (one, other):
+        near = 1e-2 if kind == "half" else 1e-12
+        assert found["difference"] < near
+        assert math.isclose(*found["loss"], rel_tol=near)
+        assert found["equal"]  # in both processes, bit for bit
+
+
+def test_processes_agree_and_wait(plain):
+    for rank, found in enumerate(plain.found):
+        assert found["place"] == [rank, 2]
+        assert found["first"] == "from 0"
+        assert found["everyone"] == [0, 1]
+        assert found["shared"] == [
+            ["0: a", "1: b", "0: c", "1: d", "0: e"], ["0: a"], []
+        ]  # fmt: skip
+        assert found["prepared before"] is (rank == 1)
+
+
+def test_two_processes_train_the_model_of_one(plain, few, tmp_path):
+    one = trained(few, tmp_path / "one", STEPS, *PLAIN)
+    two = plain.folder / "run"
+    assert sorted(contents(one)) == sorted(contents(two))
+    for path in one.glob("weights*.pt"):
+        mine, yours = (torch.load(f / path.name) for f in (one, two))
+        for name in mine:
+            torch.testing.assert_close(
+                mine[name], yours[name], rtol=1e-3, atol=1e-4
+            )
+    logs = [book.read_log(folder) for folder in (one, two)]
+    for mine, yours in zip(*logs, strict=True):
+        assert mine.keys() == yours.keys() and mine["step"] == yours["step"]
+        for name in mine.keys() & {"loss", "val_loss", "val_bleu"}:
+            assert math.isclose(mine[name], yours[name], abs_tol=1e-3)
+
+
+# ----------------------------------------------------------------- one writer
+
+
+def test_only_the_first_process_writes(plain):
+    first, other = (
+        json.loads((plain.folder / f"written-{rank}").read_text("utf-8"))
+        for rank in range(2)
+    )
+    run = str(plain.folder / "run")
+    written = {Path(path).name for path in first if path.startswith(run)}
+    assert {"log.jsonl", "model.json.part"} <= written
+    assert not [path for path in other if path.startswith(run)]
+
+
+def test_only_the_first_process_speaks(plain):
+    assert plain.stdout == ""
+    for words in (
+        "device: cpu (1 threads), each of 2 processes",
+        "50 training pairs",
+        "update 4: validation",
+        "done: ",
+    ):
+        assert plain.stderr.count(words) == 1, words
+    assert "Warning" not in plain.stderr
+
+
+# ---------------------------------------------------------------- a long life
+
+
+def test_killed_processes_are_restarted_and_end_the_same(few, whole, tmp_path):
+    """Each of the two is killed once, and nobody types --resume."""
+    out = tmp_path / "killed"
+    command = training_command(few, out, STEPS, *LEVERS)
+    done = torchrun(*command, restarts=2, KILL="1@6 0@10")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("resuming after update 4") == 1
+    assert done.stderr.count("resuming after update 8") == 1
+    assert sorted(contents(out)) == sorted(contents(whole))
+    assert same(checkpoint(out), checkpoint(whole))
+    for path in whole.glob("weights*.pt"):
+        assert same(*(torch.load(f / path.name) for f in (out, whole)))
+
+
+def test_each_process_draws_its_own_dropout(whole):
+    states = checkpoint(whole)["random"]
+    assert len(states) == 2 and not states[0].equal(states[1])
+
+
+def test_another_number_of_processes_goes_on_with_a_note(
+    capsys, few, whole, tmp_path
+):
+    out = Path(shutil.copytree(whole, tmp_path / "copy"))
+    command = training_command(few, out, STEPS + 2, *LEVERS, "--resume")
+    status, _, errors = run(capsys, *command)
+    assert status == 0
+    assert f"resuming after update {STEPS}" in errors
+    assert "note: the run had 2 processes, now 1" in errors
+    after = checkpoint(out)
+    assert after["step"] == STEPS + 2 and len(after["random"]) == 1
+    assert not same(weights(out), weights(whole))
+
+
+def test_a_checkpoint_of_one_state_is_that_of_one_process(few, tmp_path):
+    """As they were written before there could be several."""
+    whole = trained(few, tmp_path / "whole", 8, *LEVERS)
+    out = trained(few, tmp_path / "out", 4, *LEVERS)
+    path = out / "checkpoint.pt"
+    state = torch.load(path, weights_only=True)
+    [state["random"]] = state["random"]
+    torch.save(state, path)
+    trained(few, out, 8, *LEVERS, "--resume")
+    assert same(checkpoint(out), checkpoint(whole))
+
+
+# --------------------------------------------------------------- what is wrong
+
+
+def test_wrong_input_gives_one_message(few, tmp_path):
+    command = training_command(few, tmp_path / "out", 4, "--corpus", "nowhere")
+    done = torchrun(*command)
+    assert done.returncode != 0 and done.stdout == ""
+    said = [s for s in done.stderr.splitlines() if s.startswith("error: ")]
+    assert len(said) == 1 and "nowhere" in said[0]
+    assert "exitcode  : 2" in done.stderr  # torchrun's report; its own is 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def second_of_two(monkeypatch):
+    """As if this were a process of two, as far as it asks for its place."""
+    monkeypatch.setattr(book, "place", lambda: (1, 2))
+    monkeypatch.setitem(os.environ, "LOCAL_RANK", "1")
+
+
+@pytest.mark.parametrize("device", ["mps", "cuda:1", "gpu"])
+def test_several_processes_run_on_cpu_or_cuda(second_of_two, device):
+    with pytest.raises(book.InputError, match=f"--device {device}"):
+        book.own_device(device)
+    assert book.own_device("cpu").type == "cpu"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="no GPU, no message")
+def test_a_gpu_that_is_not_there_is_named(second_of_two):
+    assert book.own_device("auto").type == "cpu"
+    with pytest.raises(book.InputError, match="cuda:1"):
+        book.own_device("cuda")
+
+
+def test_several_processes_only_train(second_of_two):
+    with pytest.raises(book.InputError, match="torchrun"):
+        book.run_command(["copy"])
+
+
+def test_a_mistyped_option_is_shown_once(capsys, second_of_two):
+    with pytest.raises(SystemExit):
+        book.run_command(["train", "--stepps", "3"])
+    assert capsys.readouterr().err == ""
+
+
+def test_an_error_of_ours_is_not_taken_for_a_lost_process(second_of_two):
+    gone = RuntimeError("[/gloo/transport/tcp/pair.cc:547] Connection closed")
+    assert book.lost_contact(gone)
+    assert not book.lost_contact(RuntimeError("shapes do not fit"))
+
+
+@pytest.mark.parametrize("option, expected", [([], 8192), ([5000], 5000)])
+def test_each_process_has_room_for_its_part(
+    second_of_two, monkeypatch, option, expected
+):
+    more = [x for value in option for x in ("--max-tokens", str(value))]
+    args = book.parser().parse_args(
+        ["train", "--corpus", "x", "--out", "y", "--preset", "base", *more]
+    )
+    recipe, _, _ = book.settings_of(args)
+    assert recipe.max_tokens == expected
+
+
+def test_more_at_once_than_in_all_is_refused(capsys, few, tmp_path):
+    details = ["--batch-tokens", 300, "--max-tokens", 301]
+    command = training_command(few, tmp_path / "out", 4, *details)
+    assert "max_tokens" in refused(capsys, *command)

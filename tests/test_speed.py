@@ -1,0 +1,186 @@
+"""Making it fast: each fast form computes what the plain one does."""
+
+import itertools
+from functools import partial
+
+import pytest
+import torch
+
+import annotated_transformer as book
+from annotated_transformer import BOS, EOS
+
+
+def some_batches():
+    """A few batches with padding on both sides."""
+    draw = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        rows = [
+            torch.randint(4, 14, (n,), generator=draw).tolist()
+            for n in torch.randint(1, 12, (6,), generator=draw).tolist()
+        ]
+        src = book.pad([[*row, EOS] for row in rows])
+        yield book.Batch(
+            src, book.pad([[BOS, *row[::-1], EOS] for row in rows])
+        )
+
+
+FORMS = {
+    "slices": (book.plain, partial(book.backward_in_slices, rows=7)),
+    "bytes": (
+        lambda model: book.exchange(model, {book.Dropout: book.ByteDropout}),
+        book.backward,
+    ),
+    "attention": (
+        lambda model: book.exchange(
+            model, {book.MultiHeadAttention: book.FusedAttention}
+        ),
+        book.backward,
+    ),
+    "all": (book.fast, book.backward_in_slices),
+}
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_each_form_gives_the_values_gradients_and_updates(form, norm_first):
+    """Without dropout: one gradient, then twenty updates."""
+    change, gradient = FORMS[form]
+    recipe = book.Recipe(steps=20, warmup=20, batch_tokens=99, max_tokens=99)
+    results = []
+    for one, other in ((book.plain, book.backward), (change, gradient)):
+        torch.manual_seed(0)
+        model = one(book.tiny_model(norm_first=norm_first).double().train())
+        batch = next(some_batches())
+        model.zero_grad()
+        loss = other(model, batch, 17, 0.1)
+        gradients = [w.grad.clone() for w in model.parameters()]
+        updates = book.training(
+            model, itertools.cycle(some_batches()), recipe, gradient=other
+        )
+        losses = [update.loss for update in updates]
+        results.append((loss, gradients, losses, model.state_dict()))
+    one, other = results
+    torch.testing.assert_close(other[0], one[0])
+    torch.testing.assert_close(other[1], one[1])
+    torch.testing.assert_close(other[2], one[2], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(other[3], one[3], rtol=1e-3, atol=1e-5)
+    assert one[2][-1] < 0.9 * one[2][0]  # it did learn
+
+
+def test_fused_adam_makes_the_steps_of_the_plain_one():
+    ends = []
+    for fused in (False, True):
+        torch.manual_seed(0)
+        model = book.tiny_model()
+        recipe = book.Recipe(
+            steps=20, warmup=20, batch_tokens=99, max_tokens=99
+        )
+        batches = itertools.cycle(some_batches())
+        optimizer = book.adam(model, fused)
+        assert optimizer.defaults["fused"] is fused
+        list(book.training(model, batches, recipe, optimizer))
+        ends.append(model.state_dict())
+    torch.testing.assert_close(*ends, rtol=1e-3, atol=1e-4)
+
+
+def test_plain_takes_back_what_fast_did():
+    model = book.tiny_model(dropout=0.1, attention_dropout=0.1)
+    classes = [type(part) for part in model.modules()]
+    book.fast(model, half=True)
+    assert {book.ByteDropout, book.FusedAttention, book.HalfLinear} <= {
+        type(part) for part in model.modules()
+    }
+    book.plain(model)
+    assert [type(part) for part in model.modules()] == classes
+
+
+def test_fast_attention_drops_weights_in_training_only():
+    model = book.fast(book.tiny_model(attention_dropout=0.5))
+    batch = next(some_batches())
+    look = partial(model.states, batch.src, batch.read)
+    assert not look().equal(look())
+    model.eval()
+    assert look().equal(look())
+
+
+def test_a_fast_model_in_use_keeps_its_attention_weights_for_the_charts():
+    model = book.fast(book.tiny_model()).eval()
+    batch = next(some_batches())
+    model(batch.src, batch.read)
+    weights = model.decoder.layers[0].cross_attention.weights
+    assert weights.shape[-1] == batch.src.size(1)
+
+
+def test_every_form_of_the_chart_trains(monkeypatch):
+    """Each form is measured, on this processor with 16 bits too."""
+    monkeypatch.setattr(book, "half_pays", lambda device: True)
+    rates = book.speeds(vocab=50, turns=1)
+    assert list(rates) == list(book.FORMS)
+    assert all(rate > 0 for rate in rates.values())
+    monkeypatch.setattr(book, "half_pays", lambda device: False)
+    assert "16-bit products" not in book.speeds(vocab=50, turns=1)
+
+
+@pytest.mark.parametrize("p", [0.1, 0.3, 0.5, 0.9])
+def test_byte_dropout_has_its_rate_at_each_of_the_eight_bytes(p):
+    x = torch.ones(80_000, dtype=torch.double)
+    y = book.ByteDropout(p)(x).view(-1, 8)
+    exact = round(256 * p) / 256
+    assert abs(exact - p) <= 1 / 512
+    dropped = (y == 0).double().mean(0)  # for each place in a draw
+    assert (dropped - exact).abs().max() < 5 * (exact / 10_000) ** 0.5
+    kept = torch.tensor(1 / (1 - exact), dtype=torch.double)
+    torch.testing.assert_close(y[y != 0].unique(), kept[None])
+
+
+def test_byte_dropout_of_neighbours_is_independent():
+    y = book.ByteDropout(0.5)(torch.ones(160_000)).view(-1, 16) - 1
+    together = y.T @ y / len(y)  # 1 on the diagonal
+    torch.testing.assert_close(together, torch.eye(16), atol=0.05, rtol=0)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_gradient_of_the_loss_is_that_of_autograd(smoothing):
+    """At the states and at the words' matrix; slices of any size."""
+    states = torch.randn(23, 8, dtype=torch.double, requires_grad=True)
+    weight = torch.randn(11, 8, dtype=torch.double, requires_grad=True)
+    labels = torch.randint(1, 11, (23,))
+    loss = book.smoothed_loss(states @ weight.T, labels, smoothing)
+    expected = torch.autograd.grad(loss / 7, (states, weight))
+    for rows in (1, 5, 23, 100):
+        with torch.no_grad():
+            total, *found = book.loss_and_gradients(
+                states, labels, weight, 7, smoothing, rows
+            )
+        torch.testing.assert_close(total, loss.detach())
+        torch.testing.assert_close(found, list(expected))
+
+
+def test_half_products_learn_as_plain_ones_do():
+    """Twenty updates in 16 bits end near those in 32, and not on them."""
+    ends = []
+    for half in (False, True):
+        torch.manual_seed(0)
+        model = book.tiny_model()
+        book.fast(model, half)
+        pairs = [([5, 6, 7, EOS], [BOS, 7, 6, 5, EOS])] * 20
+        recipe = book.Recipe(steps=20, warmup=10, batch_tokens=40,
+                             max_tokens=40)  # fmt: skip
+        updates = book.training(
+            model, book.stream(pairs, 40), recipe,
+            gradient=partial(book.backward_in_slices, half=half),
+        )  # fmt: skip
+        ends.append([u.loss for u in updates])
+    assert ends[0] != ends[1]
+    assert ends[0] == pytest.approx(ends[1], rel=0.05)
+    assert ends[1][-1] < 0.8 * ends[1][0]
+
+
+def test_the_switch_keeps_the_weights_and_their_names():
+    model = book.tiny_model()
+    before = model.state_dict()
+    book.fast(model, half=True)
+    after = model.state_dict()
+    assert before.keys() == after.keys()
+    assert all(before[name] is not None for name in after)
+    assert all(before[n].data_ptr() == after[n].data_ptr() for n in after)
