@@ -218,6 +218,7 @@ class TorchTransformer(nn.Module):
                 c.d_model, c.h, c.N, c.N, c.d_ff, c.dropout,
                 batch_first=True, norm_first=c.norm_first,
             )  # fmt: skip
+        self.stacks.encoder.use_nested_tensor = False
         if not c.norm_first:
             self.stacks.encoder.norm = self.stacks.decoder.norm = None
         for layer in self.stacks.modules():
@@ -250,7 +251,7 @@ class TorchTransformer(nn.Module):
 
     def loss(self, batch, smoothing=0.1):
         """The mean smoothed loss of a Batch over its real labels."""
-        logits = self(batch.src, batch.tgt)
+        logits = self(batch.src, batch.read)
         return F.cross_entropy(
             logits.flatten(0, 1), batch.labels.flatten(),
             ignore_index=PAD, label_smoothing=smoothing,
@@ -293,6 +294,36 @@ def zero_biases(heads):
     nn.init.zeros_(heads.out_proj.bias)
 
 
+# ------------------------------------------------------ ours in 16 bits
+
+
+class Bf16Linear(nn.Linear):
+    """nn.Linear, for use only, with factors in bfloat16."""
+
+    def forward(self, x):
+        y = F.linear(x.bfloat16(), self.half_weight).float()
+        return y if self.bias is None else y.add_(self.bias)
+
+
+class Bf16Embedding(book.Embedding):
+    """An Embedding whose logits have factors in bfloat16."""
+
+    def logits(self, states):
+        return F.linear(states.bfloat16(), self.half_weight).float()
+
+
+def use_bf16(model):
+    """Let the products of a model in use have factors in bfloat16."""
+    for module in [*model.modules(), model.tgt_embedding]:
+        if isinstance(module, nn.Linear):
+            module.__class__ = Bf16Linear
+        elif module is model.tgt_embedding:
+            module.__class__ = Bf16Embedding
+        else:
+            continue
+        module.half_weight = module.weight.detach().bfloat16()
+
+
 # --------------------------------------------------- models to compare with
 
 
@@ -308,23 +339,33 @@ def punctual_model(config, words):
     assert not config.norm_first and config.shared
     model = book.Transformer(config).eval()
     with torch.no_grad():
-        model.position.table[:, 0] = 30
-        model.position.table[words:, 0] = -30
+        model.position.table.normal_()  # to write unlike things
+        model.position.table[:, 0] = 10
+        model.position.table[words:, 0] = -10
         weight = model.tgt_embedding.weight
         weight[:, :2] = 0
-        weight[EOS, 0] = -4  # times +10 or -10, at least
+        weight[EOS, 0] = -20
         weight[[PAD, BOS, UNK], 1] = -10
         for name, matrix in model.named_parameters():
             if name.endswith(("W_O.weight", "W_2.weight", "W_2.bias")):
                 matrix[0] = 0  # nothing else writes to dimension 0
+        for layer in model.decoder.layers:
+            own, across = layer.self_attention, layer.cross_attention
+            for linear in (own.W_Q, own.W_K, own.W_V, across.W_Q,
+                           layer.feed_forward.W_1):  # fmt: skip
+                linear.weight[:, 0] = 0  # and nothing else reads it
+            across.W_Q.weight *= 16  # look at single words
+            across.W_O.weight *= 8  # do not just repeat the last
+            for residual in layer.residuals:  # or the sign would drown
+                residual.norm.weight[0] = 3
         last = model.decoder.layers[-1].residuals[-1].norm
-        last.weight[0] = 10
+        last.weight[0] = 4 / math.sqrt(config.d_model)
         last.weight[1], last.bias[1] = 0, 1
     return model
 
 
 def faithful(model, src, width=1, alpha=0.0, extra=50):
-    """{peer: (outputs, how many of them are not ours)} for source ids.
+    """{program: (outputs, how many are not ours)} for source ids.
 
     `src` (B, S), each row with EOS at its end. Ours are greedy at width 1.
     """
@@ -333,13 +374,15 @@ def faithful(model, src, width=1, alpha=0.0, extra=50):
     else:
         found = book.beam_search(model, src, width, alpha, extra)
         ours = [hypotheses[0].tokens for hypotheses in found]
+    twin = ct2(model, None)
     outputs = {
-        "ct2": ct2_writes(ct2(model, None), src, width, alpha, extra),
+        "ours": ours,
+        "ct2": ct2_writes(twin, src, width, alpha, extra),
     }
     if not model.config.norm_first:
         twin = marian(model)
         outputs["marian"] = marian_writes(twin, src, width, alpha, extra)
     return {
-        peer: (texts, sum(a != b for a, b in zip(texts, ours)))
-        for peer, texts in outputs.items()
+        program: (texts, sum(a != b for a, b in zip(texts, ours)))
+        for program, texts in outputs.items()
     }

@@ -1,0 +1,163 @@
+"""Programs of others, given our weights, compute and write what ours does."""
+
+import sys
+
+import pytest
+import torch
+from helpers import needed
+
+import annotated_transformer as book
+from annotated_transformer import BOS, EOS, PAD, UNK
+
+sys.path.insert(0, str(book.Path(book.__file__).parent / "benchmarks"))
+
+import peers  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def sources(rows, words, V=14):
+    """(rows, words) random source ids with EOS at the end."""
+    src = torch.randint(4, V, (rows, words))
+    src[:, -1] = EOS
+    return src
+
+
+def padded():
+    """Sources and targets of several lengths."""
+    src = book.pad([row.tolist() for n in (3, 9, 5) for row in sources(1, n)])
+    tgt = book.pad([[BOS, 7, 5], [BOS, 4, 9, 13, 6, 8], [BOS]])
+    return src, tgt
+
+
+def lively(seed=0, **changes):
+    torch.manual_seed(seed)
+    model = book.restless_model(norm_first=False, **changes)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() == 1:  # norms and biases, which start at 1 and 0
+                weight.add_(0.2 * torch.randn_like(weight))
+    return model
+
+
+# ------------------------------------------------------------------ logits
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_marians_logits_are_ours(shared):
+    needed("transformers")
+    model = lively(shared=shared)
+    twin, (src, tgt) = peers.marian(model), padded()
+    with torch.no_grad():
+        ours = model(src, tgt)
+        theirs = twin(
+            input_ids=src,
+            attention_mask=(src != PAD).long(),
+            decoder_input_ids=tgt,
+            decoder_attention_mask=(tgt != PAD).long(),
+        ).logits
+    real, words = tgt != PAD, [EOS, *range(4, 14)]
+    torch.testing.assert_close(
+        theirs[real][:, words], ours[real][:, words], rtol=1e-4, atol=1e-4
+    )
+    assert (theirs[real][:, [PAD, BOS, UNK]] < -1000).all()
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_torchs_logits_and_loss_are_ours(norm_first, shared):
+    torch.manual_seed(0)
+    model = book.tiny_model(norm_first=norm_first, shared=shared).eval()
+    twin = peers.torch_transformer(model.config)
+    twin = peers.fill_torch(twin, model).eval()
+    src, tgt = padded()
+    real = tgt != PAD
+    torch.testing.assert_close(
+        twin(src, tgt)[real], model(src, tgt)[real], rtol=1e-4, atol=1e-4
+    )
+    batch = book.Batch(src, tgt)
+    loss, labels = twin.loss(batch), batch.labels
+    logits = model(batch.src, batch.read)[labels != PAD]
+    labels = labels[labels != PAD]
+    wanted = book.smoothed_loss(logits, labels) / len(labels)
+    torch.testing.assert_close(loss, wanted, rtol=1e-4, atol=1e-4)
+    loss.backward()
+    assert twin.tgt_embedding.weight.grad.abs().sum() > 0
+
+
+def test_torchs_model_drops_where_the_paper_does():
+    """Embeddings and each sub-layer's output: 2 + N (2 + 3) places."""
+    config = book.tiny_model(dropout=0.25).config
+    twin = peers.torch_transformer(config)
+    drops = [m for m in twin.modules() if isinstance(m, torch.nn.Dropout)]
+    assert {m.p for m in drops} == {0.25}
+    assert len(drops) == 1 + config.N * 5  # one serves both embeddings
+    heads = torch.nn.MultiheadAttention
+    assert all(m.dropout == 0 for m in twin.modules() if isinstance(m, heads))
+
+
+# ----------------------------------------------------------------- outputs
+
+
+@pytest.mark.parametrize("peer", ["transformers", "ctranslate2"])
+def test_peers_write_greedily_what_ours_writes(peer):
+    needed(peer)
+    outputs = []
+    for seed in range(4):
+        model, src = lively(seed), sources(12, 6)
+        ours = book.greedy(model, src, 9)
+        if peer == "transformers":
+            texts = peers.marian_writes(peers.marian(model), src, extra=9)
+        else:
+            texts = peers.ct2_writes(peers.ct2(model, None), src, extra=9)
+        assert texts == ours
+        outputs += ours
+    assert len(set(map(len, outputs))) > 2
+    assert len(set(map(tuple, outputs))) > 10
+
+
+@pytest.mark.parametrize("width, alpha", [(1, 0), (2, 0.6), (4, 0), (5, 1)])
+def test_where_all_end_at_once_beams_are_equal(width, alpha):
+    """Else the rules differ: our beam gets narrower, theirs stay full."""
+    needed("transformers")
+    needed("ctranslate2")
+    torch.manual_seed(width)
+    sizes = dict(N=2, d_model=32, d_ff=64, h=4)
+    model = peers.punctual_model(book.Config(60, 60, **sizes), 11)
+    rows = [row.tolist() for n in (2, 9, 5, 7) for row in sources(2, n, 60)]
+    found = peers.faithful(model, book.pad(rows), width, alpha)
+    assert set(found) == {"ours", "marian", "ct2"}
+    texts = [outputs for outputs, _ in found.values()]
+    assert texts[0] == texts[1] == texts[2]
+    assert all(len(text) == 11 for text in texts[0])
+    assert len(set(map(tuple, texts[0]))) > 4
+    assert {wrong for _, wrong in found.values()} == {0}
+
+
+def test_a_peer_with_other_weights_is_found_out():
+    needed("transformers")
+    model = lively()
+    twin, src = peers.marian(model), sources(12, 6)
+    with torch.no_grad():
+        twin.model.decoder.layers[1].fc2.bias += 0.5
+    assert peers.marian_writes(twin, src, extra=9) != book.greedy(model, src)
+
+
+def test_marian_refuses_pre_norm():
+    needed("transformers")
+    with pytest.raises(book.InputError, match="pre-norm"):
+        peers.marian(book.tiny_model(norm_first=True))
+
+
+# ----------------------------------------------------------- fewer bits
+
+
+def test_in_16_bits_logits_are_close_and_rows_are_the_same():
+    model = lively()
+    src, tgt = padded()
+    with torch.no_grad():
+        exact, rows = model(src, tgt), model.src_embedding(src)
+        peers.use_bf16(model)
+        off = (model(src, tgt) - exact)[tgt != PAD].norm() / exact.norm()
+        assert 0 < off < 0.05
+        assert model.src_embedding(src).equal(rows)
