@@ -3016,7 +3016,8 @@ def fast_form_changes_nothing():
             batches = itertools.repeat(batch)
             updates = training(model, batches, recipe, gradient=gradient)
             losses = [update.loss for update in updates]
-            results.append((losses, *model.state_dict().values()))
+            gradients = [weight.grad for weight in model.parameters()]
+            results.append((losses, *gradients, *model.state_dict().values()))
         for one, two in zip(*results):  # rounding, and Adam's division
             torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
 
