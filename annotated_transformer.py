@@ -6594,6 +6594,16 @@ class EncodedCorpus:
         if whole and not self.changed:
             self.stored, texts.facts = stored, facts["texts"]
 
+    def refuse(self, folder):
+        """Say which file of the corpus is not what a run began with."""
+        files = self.wanted["files"]
+        names = [name for name in files if name in self.changed] or files
+        raise InputError(
+            f"{folder}: cannot resume, {' and '.join(names)} changed since "
+            "the run began; restore the corpus, or start anew with another "
+            "--out"
+        )
+
     def vocabularies(self, learn):
         """Those of the file; else what `learn` gives for the texts."""
         if not self.stored:
@@ -8097,8 +8107,7 @@ def run_train(args):
     if args.compile:
         check_compiler(device)
     recipe, sizes, pieces = settings_of(args)
-    languages = args.src, args.tgt
-    facts = {"languages": list(languages), "preset": args.preset}
+    facts = {"languages": [args.src, args.tgt], "preset": args.preset}
     facts |= {"corpus": str(args.corpus), "recipe": asdict(recipe)}
     if recipe.decay == "root":  # then the length of a run may change
         del facts["recipe"]["steps"]
@@ -8106,36 +8115,8 @@ def run_train(args):
     if saved:
         check_same_facts(saved, facts, folder)
     with one_goes_first():  # who downloads, encodes and writes
-        texts, val = training_pairs(args.corpus, *languages)
-        torch.manual_seed(args.seed)
-        start = load_start(args, recipe) if args.start else None
-        corpus = training_corpus(args, texts, pieces, recipe.both, start)
-        say(texts.report(val))
-        facts["data"] = texts.facts["data"]
-        if saved and saved["data"] != facts["data"]:
-            files = corpus.wanted["files"]
-            names = " and ".join(set(files) & set(corpus.changed) or files)
-            raise InputError(
-                f"{folder}: cannot resume, {names} changed since the run "
-                "began; restore the corpus, or start anew with another --out"
-            )
-        if start:
-            translator = start
-            facts["start"] = sha256(Path(args.start) / "weights.pt")
-        else:
-            how = corpus.wanted["vocabulary"]
-            learn = partial(learn_vocabularies, languages=languages, **how)
-            vocabs = corpus.vocabularies(learn)
-            translator = new_translator(vocabs, languages, sizes, recipe.both)
-        if saved:
-            check_same_facts(saved, {**facts, **describe(translator)}, folder)
-        for home in (folder, corpus.path.parent):
-            try:
-                home.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                text = f"{home}: no place for a model: {error}"
-                raise InputError(text) from None
-        train = corpus.pairs(translator)
+        prepared = prepare_training(args, facts, saved, sizes, pieces)
+    translator, train, val = prepared
     if train.long:
         say(f"left out: {len(train.long):,} pairs of more than 100 tokens")
     count = parameter_count(translator.model.to(device)) / 1e6
@@ -8156,6 +8137,46 @@ def run_train(args):
     }
     train_translator(run, train, val, recipe, folder, options)
     say(f"done: {folder}, validation BLEU {run.best:.2f}")
+
+
+# %% [markdown]
+# What a run needs before its first update. If it is resumed, all that must
+# not have changed is compared before anything is written: recipe, texts,
+# vocabulary.
+
+
+# %% tags=["plumbing"]
+def prepare_training(args, facts, saved, sizes, pieces):
+    """The translator, its PackedPairs, and the validation pairs of `train`.
+
+    Completes `facts`; InputError where they are not those of `saved`.
+    """
+    languages, both = facts["languages"], facts["recipe"]["both"]
+    texts, val = training_pairs(args.corpus, *languages)
+    torch.manual_seed(args.seed)
+    start = load_start(args, both) if args.start else None
+    corpus = training_corpus(args, texts, pieces, both, start)
+    say(texts.report(val))
+    facts["data"] = texts.facts["data"]
+    if saved and saved["data"] != facts["data"]:
+        corpus.refuse(args.out)
+    if start:
+        translator = start
+        facts["start"] = sha256(Path(args.start) / "weights.pt")
+    else:
+        how = corpus.wanted["vocabulary"]
+        learn = partial(learn_vocabularies, languages=languages, **how)
+        vocabs = corpus.vocabularies(learn)
+        translator = new_translator(vocabs, languages, sizes, both)
+    if saved:
+        check_same_facts(saved, {**facts, **describe(translator)}, args.out)
+    for home in (Path(args.out), corpus.path.parent):
+        try:
+            home.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            text = f"{home}: no place for a model: {error}"
+            raise InputError(text) from None
+    return translator, corpus.pairs(translator), val
 
 
 # %% [markdown]
@@ -8192,7 +8213,7 @@ def training_corpus(args, texts, pieces, both, start):
 
 
 # %% tags=["plumbing"]
-def load_start(args, recipe):
+def load_start(args, both):
     """The translator in the folder of `--from`, ready to be trained on."""
     for name in ("pieces", "norm_first"):
         if getattr(args, name) is not None:
@@ -8200,7 +8221,7 @@ def load_start(args, recipe):
             raise InputError(f"--{option} is the model's own with --from")
     folder = Path(args.start)
     old = load_translator(folder)
-    if [old.src, old.tgt] != [args.src, args.tgt] or old.both != recipe.both:
+    if [old.src, old.tgt] != [args.src, args.tgt] or old.both != both:
         ways = "both ways" if old.both else "one way"
         raise InputError(
             f"--from {folder} translates {old.src} to {old.tgt}, {ways}; "
