@@ -1,5 +1,6 @@
 """Programs of others, given our weights, compute and write what ours does."""
 
+import json
 import sys
 
 import pytest
@@ -11,6 +12,8 @@ from annotated_transformer import BOS, EOS, PAD, UNK
 
 sys.path.insert(0, str(book.Path(book.__file__).parent / "benchmarks"))
 
+import decoding_peers  # noqa: E402
+import export  # noqa: E402
 import peers  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -161,3 +164,42 @@ def test_in_16_bits_logits_are_close_and_rows_are_the_same():
         off = (model(src, tgt) - exact)[tgt != PAD].norm() / exact.norm()
         assert 0 < off < 0.05
         assert model.src_embedding(src).equal(rows)
+
+
+# ------------------------------------------------------- the benchmarks run
+
+
+def test_the_quick_benchmark_times_every_program(tmp_path, capsys):
+    needed("transformers")
+    needed("ctranslate2")
+    out = tmp_path / "rows.json"
+    more = "--quick", "--only", "base", "--json", str(out)
+    rows = decoding_peers.main(more)
+    facts = json.loads(out.read_text(encoding="utf-8"))
+    assert facts["rows"] == rows and "torch" in facts["machine"]["versions"]
+    whole = {"ours", "Marian", "CTranslate2"}
+    for width in (1, 5):
+        named = {row["program"]: row for row in rows if row["width"] == width}
+        assert whole < named.keys() and len(named) >= 6
+        for name in whole:
+            assert named[name]["differ_from_ours"] == 0
+            assert named[name]["tokens"] == 8 * 16
+    assert capsys.readouterr().out.count("tokens/s") == len(rows)
+
+
+def test_the_comparison_of_exports_counts_what_differs(
+    corpus, tmp_path, capsys
+):
+    needed("ctranslate2")
+    pairs = book.read_pairs(corpus, "train", "de", "en")
+    torch.manual_seed(0)
+    sizes = dict(N=1, d_model=16, d_ff=16, h=2)
+    translator = book.untrained_translator(pairs, ("de", "en"), sizes)
+    book.save_translator(translator, tmp_path)
+    rows = export.compare(tmp_path, str(corpus), "test")
+    assert [row["sentences"] for row in rows] == [4] * 9
+    assert rows[0]["differ"] == rows[4]["differ"] == 0
+    for row in rows:
+        kinds = "ties", "ours_likelier", "theirs_likelier"
+        assert row["differ"] == sum(row[kind] for kind in kinds) <= 4
+    assert len(capsys.readouterr().out.splitlines()) == 9
