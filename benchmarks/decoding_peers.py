@@ -79,13 +79,14 @@ def in_batches(write, rows, size):
     return texts
 
 
-def ours(model, width):
-    """The book's own search."""
+def ours(model, width, kind=None):
+    """The book's own search; `kind`: dtype of its Writer's products."""
+    begin = book.Writer(model, kind).begin
 
     def write(src):
         if width == 1:
-            return book.greedy(model, src)
-        found = book.beam_search(model, src, width, alpha=0)
+            return book.greedy(model, src, begin=begin)
+        found = book.beam_search(model, src, width, alpha=0, begin=begin)
         return [hypotheses[0].tokens for hypotheses in found]
 
     return partial(in_batches, write)
@@ -104,10 +105,10 @@ def programs(model, width):
         made["Marian"] = theirs(peers.marian_writes, twin, width)
     twin = peers.ct2(model, None)
     made["CTranslate2"] = theirs(peers.ct2_writes, twin, width)
-    for name, change in (("int8", book.use_int8), ("bf16", peers.use_bf16)):
-        other = copy.deepcopy(model)
-        change(other)
-        made[f"ours, {name}"] = ours(other, width)
+    other = copy.deepcopy(model)
+    book.use_int8(other)
+    made["ours, int8"] = ours(other, width)
+    made["ours, bf16"] = ours(model, width, torch.bfloat16)
     for name, kind in (("int8", "int8"), ("bf16", "bfloat16")):
         import ctranslate2
 
@@ -235,7 +236,7 @@ def main(argv=None):
     facts, rows = machine(), []
     print(json.dumps(facts))
     for title, make, sizes in (
-        ("test set", test_set, (16, 64, 128, 256)),
+        ("test set", test_set, (32, 64, 128, 256, 512)),
         ("base", base, (32, 64)),
     ):
         if args.only not in (None, title):

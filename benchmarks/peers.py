@@ -294,39 +294,6 @@ def zero_biases(heads):
     nn.init.zeros_(heads.out_proj.bias)
 
 
-# ------------------------------------------------------ ours in 16 bits
-
-
-class Bf16Linear(nn.Linear):
-    """nn.Linear, for use only, with factors in bfloat16."""
-
-    def forward(self, x):
-        y = F.linear(x.bfloat16(), self.half_weight).float()
-        return y if self.bias is None else y.add_(self.bias)
-
-
-class Bf16Embedding(book.Embedding):
-    """An Embedding whose logits have factors in bfloat16."""
-
-    def logits(self, states):
-        return F.linear(states.bfloat16(), self.half_weight).float()
-
-
-def use_bf16(model):
-    """Let the products of a model in use have factors in bfloat16."""
-    for module in [*model.modules(), model.tgt_embedding]:
-        if isinstance(module, nn.Linear):
-            module.__class__ = Bf16Linear
-        elif module is model.tgt_embedding:
-            module.__class__ = Bf16Embedding
-        else:
-            continue
-        module.half_weight = module.weight.detach().bfloat16()
-
-
-# --------------------------------------------------- models to compare with
-
-
 def punctual_model(config, words):
     """A random post-norm model that writes just so many words, then EOS.
 

@@ -15,6 +15,8 @@ sys.path.insert(0, str(book.Path(book.__file__).parent / "benchmarks"))
 import decoding_peers  # noqa: E402
 import export  # noqa: E402
 import peers  # noqa: E402
+import run  # noqa: E402
+import training  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -152,20 +154,6 @@ def test_marian_refuses_pre_norm():
         peers.marian(book.tiny_model(norm_first=True))
 
 
-# ----------------------------------------------------------- fewer bits
-
-
-def test_in_16_bits_logits_are_close_and_rows_are_the_same():
-    model = lively()
-    src, tgt = padded()
-    with torch.no_grad():
-        exact, rows = model(src, tgt), model.src_embedding(src)
-        peers.use_bf16(model)
-        off = (model(src, tgt) - exact)[tgt != PAD].norm() / exact.norm()
-        assert 0 < off < 0.05
-        assert model.src_embedding(src).equal(rows)
-
-
 # ------------------------------------------------------- the benchmarks run
 
 
@@ -185,6 +173,25 @@ def test_the_quick_benchmark_times_every_program(tmp_path, capsys):
             assert named[name]["differ_from_ours"] == 0
             assert named[name]["tokens"] == 8 * 16
     assert capsys.readouterr().out.count("tokens/s") == len(rows)
+
+
+def test_the_quick_benchmark_of_training_runs_every_form(tmp_path, capsys):
+    needed("transformers")
+    out = tmp_path / "rows.json"
+    parts = "--only", "peer", "--only", "forms", "--only", "limit"
+    rows = training.main(["--quick", *parts, "--json", str(out)])
+    facts = json.loads(out.read_text(encoding="utf-8"))
+    assert facts["rows"] == rows and facts["machine"]["threads"] >= 1
+    forms = [row["form"] for row in rows if row["setting"] == "forms"]
+    assert forms == list(book.FORMS)
+    ours = [row for row in rows if "over_peer" in row]
+    assert len(ours) == 6 and all(row["over_peer"][0] > 0 for row in ours)
+    assert all(0 < row["share"][0] for row in rows if "share" in row)
+    found = {"training": facts, "decoding_peers": {"rows": []}}
+    run.table(found)
+    lines = capsys.readouterr().out.splitlines()
+    assert sum("not run" in line for line in lines) == 8  # of decoding
+    assert sum("nn.Transformer" in line for line in lines) == 4
 
 
 def test_the_comparison_of_exports_counts_what_differs(

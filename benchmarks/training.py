@@ -1,0 +1,319 @@
+"""How fast does training go, and how far is the limit? benchmarks/training.py
+
+  peer      the same architecture from torch.nn.Transformer with cross_entropy
+            and nn.Dropout, on the same batches, against ours in 32 and in 16
+            bits, in alternation: tiny (4,096 places) and base (1,024), both
+            with V = 10,000, without padding
+  forms     the chapter's forms, one means more in each, on the captions of
+            --corpus (random lengths without it), tiny, 1,024 places
+  limit     base in 32 bits: operations in products over the time, as a part
+            of what the machine makes in a large product, in training and in
+            greedy decoding of 64 sentences
+  copy      the copy task from start to end in a process of its own, five
+            seeds
+
+`--processes` adds two processes of one thread, joined by torchrun, to `forms`.
+Prints rates and ratios: the median of the rounds, the least and the largest.
+Needs an otherwise idle machine, and `pip install -r tests/peers.txt -c
+constraints.txt`.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+import decoding_peers  # noqa: E402
+import peers  # noqa: E402
+
+import annotated_transformer as book  # noqa: E402
+
+
+def spread(values):
+    """Median, least and largest, rounded."""
+    found = statistics.median(values), min(values), max(values)
+    return [float(f"{value:.4g}") for value in found]
+
+
+def in_turn(runs, rounds):
+    """{name: [tokens a second of each round]} of functions, in alternation."""
+    rates = {name: [] for name in runs}
+    for turn in range(rounds + 1):
+        for name, run in runs.items():
+            began = time.perf_counter()
+            tokens = run()
+            rate = tokens / (time.perf_counter() - began)
+            if turn:  # the first warms up
+                rates[name].append(rate)
+    return rates
+
+
+def show(title, rates, base):
+    """Print one setting's rates, and return it as rows."""
+    rows = []
+    for name, found in rates.items():
+        ratios = [rate / other for rate, other in zip(found, rates[base])]
+        row = {
+            "setting": title,
+            "form": name,
+            "tokens_per_second": spread(found),
+            f"over_{base}": spread(ratios),
+        }
+        middle, least, most = row[f"over_{base}"]
+        print(
+            f"{title:8} {name:24} {row['tokens_per_second'][0]:9.1f} "
+            f"tokens/s  {middle:5.2f} of {base} ({least:.2f} to {most:.2f})",
+            flush=True,
+        )
+        rows.append(row)
+    return rows
+
+
+# ----------------------------------------------------------------- the peer
+
+
+def full_batch(places, vocab, length=16):
+    """A Batch without padding: `places` target tokens."""
+    B = places // length
+    src = torch.randint(4, vocab, (B, length))
+    return book.Batch(src, torch.randint(4, vocab, (B, length + 1)))
+
+
+def our_update(config, batch, half):
+    """A function that makes an update of the fast form."""
+    torch.manual_seed(0)
+    model = book.fast(book.Transformer(config), half)
+    gradient = book.partial(book.backward_in_slices, half=half)
+    updates = book.training(
+        model, itertools.repeat(batch), book.Recipe(), gradient=gradient
+    )
+    return lambda: next(updates).tokens
+
+
+def peers_update(config, batch):
+    """A function that makes an update of torch's own Transformer."""
+    torch.manual_seed(0)
+    model = peers.torch_transformer(config).train()
+    optimizer = book.adam(model, fused=False)
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-5
+
+    def update():
+        optimizer.zero_grad()
+        model.loss(batch).backward()
+        optimizer.step()
+        return batch.count()
+
+    return update
+
+
+def against_the_peer(args):
+    """Rows: tiny and base against torch.nn.Transformer."""
+    rows = []
+    for preset, places in (("tiny", 4096), ("base", 1024)):
+        sizes, vocab = dict(book.PRESETS[preset]), 10_000
+        if args.quick:
+            sizes |= dict(N=1, d_model=32, d_ff=64)
+            vocab, places = 100, 64
+        config = book.Config(vocab, vocab, **sizes)
+        batch = full_batch(places, vocab)
+        runs = {
+            "peer": peers_update(config, batch),
+            "ours, 32 bits": our_update(config, batch, False),
+            "ours, 16-bit products": our_update(config, batch, True),
+        }
+        rows += show(preset, in_turn(runs, args.rounds), "peer")
+    return rows
+
+
+# ---------------------------------------------------------------- the forms
+
+
+def caption_pairs(args, vocab):
+    """Encoded training pairs: captions in pieces, or random ones."""
+    if not args.corpus:
+        return book.random_pairs(2000, vocab)
+    texts = book.corpus_part(args.corpus, "train", "en", "de")
+    translator = book.untrained_translator(
+        texts, ("en", "de"), dict(book.PRESETS["tiny"]), vocab
+    )
+    return [translator.encode_texts(*pair) for pair in texts]
+
+
+def the_forms(args):
+    """Rows: each form of the chapter, on the captions."""
+    vocab = 100 if args.quick else 5000
+    pairs = caption_pairs(args, vocab)
+    sizes = dict(book.PRESETS["tiny"])
+    config = book.Config(vocab, vocab, **sizes)
+    number = 1 if args.quick else 8
+
+    def of(form):
+        updates = book.training_in_form(form, config, pairs)
+
+        def several():
+            return sum(u.tokens for u in itertools.islice(updates, number))
+
+        return several
+
+    runs = {form: of(form) for form in book.FORMS}
+    rates = in_turn(runs, args.rounds)
+    if args.processes:
+        name = "two processes"
+        rates[name] = [two_processes(args) for _ in range(args.rounds)]
+    return show("forms", rates, book.FORMS[0])
+
+
+def two_processes(args):
+    """Tokens a second of `train` by torchrun with two processes."""
+    import tempfile
+
+    steps = 60 if args.quick else 300
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--standalone",
+            "--nproc-per-node", "2", str(ROOT / "annotated_transformer.py"),
+            "train", "--corpus", args.corpus or "toy", "--src", "en", "--tgt",
+            "de", "--preset", "laptop", "--norm-first", "--dropout", "0.3",
+            "--half", "--steps", str(steps), "--save-every", "100000",
+            "--out", f"{folder}/run",
+        ]  # fmt: skip
+        if not args.corpus:
+            command[command.index("en")] = "de"
+            command[command.index("--tgt") + 1] = "en"
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        subprocess.run(command, check=True, env=environment, timeout=1200,
+                       capture_output=True)  # fmt: skip
+        log = book.read_log(Path(folder) / "run")
+    rates = [e["tokens_per_second"] for e in log if "loss" in e]
+    return statistics.median(rates[len(rates) // 2 :])
+
+
+# ---------------------------------------------------------------- the limit
+
+
+def machines_rate(rounds):
+    """Operations a second of a product (2048, 2048) · (2048, 2048)."""
+    x = torch.randn(2048, 2048)
+    seconds = [book.best_seconds(lambda: x @ x, 3) for _ in range(rounds)]
+    return [2 * 2048**3 / taken for taken in seconds]
+
+
+def the_limit(args):
+    """Rows: base in 32 bits, as a part of the machine's rate."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    sizes, vocab = dict(book.PRESETS["base"]), 10_000
+    if args.quick:
+        sizes, vocab = sizes | dict(N=1, d_model=64, d_ff=128), 100
+    config = book.Config(vocab, vocab, **sizes)
+    batch = full_batch(1024, vocab)
+    with FlopCounterMode(display=False) as counter:
+        model = book.Transformer(config)
+        book.backward(model, batch, batch.count(), 0.1)
+    train_work = counter.get_total_flops()
+    torch.manual_seed(0)
+    model = peers.punctual_model(config, 15)
+    src = torch.tensor(decoding_peers.random_rows(64, (15, 16), vocab))
+    with FlopCounterMode(display=False) as counter:
+        book.greedy(model, src)
+    write_work = counter.get_total_flops()
+    train, writer = our_update(config, batch, False), book.Writer(model)
+    runs = {
+        "training": (train_work, train),
+        "greedy decoding": (
+            write_work, lambda: book.greedy(model, src, begin=writer.begin),
+        ),
+    }  # fmt: skip
+    shares, rates = {name: [] for name in runs}, []
+    for turn in range(args.rounds + 1):
+        [rate] = machines_rate(1)
+        for name, (work, run) in runs.items():
+            began = time.perf_counter()
+            run()
+            taken = time.perf_counter() - began
+            if turn:
+                shares[name].append(work / taken / rate)
+        rates.append(rate)
+    rows = []
+    for name, found in shares.items():
+        row = {
+            "setting": "limit",
+            "form": f"base, {name}",
+            "share": spread(found),
+            "operations_per_second": spread(rates),
+        }
+        print(f"limit    base, {name:18} {row['share'][0]:.2f} of "
+              f"{row['operations_per_second'][0] / 1e9:.0f} · 10⁹ operations/s"
+              f" ({row['share'][1]:.2f} to {row['share'][2]:.2f})",
+              flush=True)  # fmt: skip
+        rows.append(row)
+    return rows
+
+
+# ------------------------------------------------------------ the copy task
+
+
+def the_copy_task(args):
+    """Rows: seconds of the copy task, start and end of Python included."""
+    rows = []
+    for seed in range(1 if args.quick else 5):
+        command = [sys.executable, str(ROOT / "annotated_transformer.py"),
+                   "copy", "--seed", str(seed)]  # fmt: skip
+        began = time.perf_counter()
+        done = subprocess.run(command, capture_output=True, text=True)
+        taken = time.perf_counter() - began
+        right = re.search(r"exact match: (.*)", done.stdout)[1]
+        row = {"setting": "copy", "form": f"seed {seed}",
+               "seconds": round(taken, 1), "result": right}  # fmt: skip
+        print(f"copy     seed {seed}: {taken:.1f} s, {right}", flush=True)
+        rows.append(row)
+    return rows
+
+
+PARTS = {
+    "peer": against_the_peer,
+    "forms": the_forms,
+    "limit": the_limit,
+    "copy": the_copy_task,
+}
+
+
+def main(argv=None):
+    """Measure and print; --json writes the figures too."""
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=layout
+    )
+    option = parser.add_argument
+    option("--only", choices=PARTS, action="append", help="a part, or several")
+    option("--corpus", metavar="CORPUS", help="multi30k, or a folder")
+    option("--processes", action="store_true", help="torchrun as well")
+    option("--rounds", type=int, default=5, metavar="N")
+    option("--quick", action="store_true", help="seconds, and no figures")
+    option("--json", metavar="FILE", help="write the figures there")
+    args = parser.parse_args(argv)
+    args.rounds = 1 if args.quick else args.rounds
+    facts, rows = decoding_peers.machine(), []
+    print(json.dumps(facts))
+    for name in args.only or PARTS:
+        rows += PARTS[name](args)
+    if args.json:
+        text = json.dumps({"machine": facts, "rows": rows}, indent=1) + "\n"
+        Path(args.json).write_text(text, encoding="utf-8")
+    return rows
+
+
+if __name__ == "__main__":
+    main()
