@@ -92,10 +92,10 @@ OPTIONS = {
     "--tensorboard "
     "--norm-first --dropout --attention-dropout --decay --ema --r-drop "
     "--bpe-dropout --both --half --save-every --resume",
-    "translate": "--device --model --beam --alpha --reverse --int8 --nbest "
-    "sentence",
-    "evaluate": "--device --model --beam --alpha --reverse --int8 --json "
-    "--corpus --split",
+    "translate": "--device --model --beam --alpha --reverse --int8 --half "
+    "--nbest sentence",
+    "evaluate": "--device --model --beam --alpha --reverse --int8 --half "
+    "--json --corpus --split",
     "curves": "--device --model --out",
     "export": "--device --format --model --out --quantization",
 }

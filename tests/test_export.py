@@ -310,6 +310,23 @@ def test_the_option_is_there_for_both_commands(capsys, corpus, tmp_path):
         assert used
 
 
+def test_products_in_16_bits_are_an_option_too(capsys, monkeypatch, tmp_path):
+    """`--half` reaches the Writer, in both directions of a model of both."""
+    book.save_translator(KINDS["both directions"](), tmp_path)
+    kinds = []
+    real = book.Writer
+    monkeypatch.setattr(
+        book, "Writer", lambda *args: kinds.append(args[1]) or real(*args)
+    )
+    model = "--model", tmp_path, "--device", "cpu", "--beam", 2
+    assert run(capsys, "translate", *model, TEXTS[0])[0] == 0
+    for more in ([], ["--reverse"]):
+        done = run(capsys, "translate", *model, "--half", *more, TEXTS[0])
+        assert done[0] == 0
+    assert kinds == [None, torch.bfloat16, torch.bfloat16]
+    refused(capsys, "translate", *model, "--half", "--int8", TEXTS[0])
+
+
 def test_without_such_products_it_is_refused(capsys, monkeypatch, tmp_path):
     def lacking(*_):
         raise RuntimeError("not implemented here")
