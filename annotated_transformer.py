@@ -29,12 +29,13 @@
 # first example: copying*. End with the pictures in *Looking at attention*.
 #
 # **In an evening: from the paper to a translator.** Read from top to bottom
-# as far as Section 6.1. Leave out *How the charts are drawn*, and the grammar
-# of the generated corpus (from *Nouns and adjectives* on; go straight to
+# as far as Section 6.1. Leave out *How the charts are drawn*, *Making it fast*,
+# and the grammar of the generated corpus (from *Nouns and adjectives* on; go straight to
 # *Words and vocabularies*). End with all of *Looking at attention*.
 #
-# **All of it.** The rest is for those who want to train on real text: means
-# beyond the paper, files, long runs, results, and the command line.
+# **All of it.** The rest is for those who want to train on real text: speed,
+# means beyond the paper, files, long runs, several processes, results, and
+# the command line.
 #
 # Cells of code are short, and a sentence before each says what it is for.
 # *Differs from the paper* marks where we depart from it, *Beyond the paper*
@@ -3423,6 +3424,34 @@ def writer_changes_nothing():
             plain, fast = (cache.read(words[:4]) for cache in caches)
             torch.testing.assert_close(fast, plain, rtol=1e-4, atol=1e-4)
         assert greedy(model, src, 9, writer.begin) == greedy(model, src, 9)
+
+
+# %% [markdown]
+# Again on your machine: base, with random weights, writes up to 20 words for
+# each of 32 sources of 15 tokens. (16 bits may choose other words, now and
+# then, where two are nearly as likely.)
+
+
+# %%
+@example
+def ways_of_writing():
+    torch.manual_seed(0)
+    model = Transformer(Config(5000, 5000, **PRESETS["base"]))
+    src = torch.randint(4, 5000, (32, 15))
+    writer, half = Writer(model), Writer(model, torch.bfloat16)
+    ways = {
+        "everything anew": partial(greedy_plain, model, src, 5),
+        "kept keys and values": partial(greedy, model, src, 5),
+        "a Writer": partial(greedy, model, src, 5, writer.begin),
+        "a Writer, 16-bit products": partial(
+            greedy, model, src, 5, half.begin
+        ),
+    }
+    first = None
+    for name, write in ways.items():
+        seconds = best_seconds(write, tries=1)
+        first = first or seconds
+        print(f"{seconds:6.2f} s  {first / seconds:5.1f} times  {name}")
 
 
 # %% [markdown]
