@@ -28,10 +28,11 @@
 # read *Batches* in Section 5.1, the first page of *Greedy decoding*, and *A
 # first example: copying*. End with the pictures in *Looking at attention*.
 #
-# **In an evening: from the paper to a translator.** Read from top to bottom
-# as far as Section 6.1. Leave out *How the charts are drawn*, *Making it fast*,
-# and the grammar of the generated corpus (from *Nouns and adjectives* on; go straight to
-# *Words and vocabularies*). End with all of *Looking at attention*.
+# **In an evening: from the paper to a translator.** Read from top to bottom as
+# far as Section 6.1. Leave out *How the charts are drawn*, *Making it fast*,
+# and the grammar of the generated corpus (from *Nouns and adjectives* on; go
+# straight to *Words and vocabularies*). End with all of *Looking at
+# attention*.
 #
 # **All of it.** The rest is for those who want to train on real text: speed,
 # means beyond the paper, files, long runs, several processes, results, and
