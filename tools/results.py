@@ -2,7 +2,8 @@
 
 python tools/results.py record NAME RUN --corpus DIR --command TEXT
     --commit HASH --device TEXT [--reverse] [--beam W] [--alpha X]
-                             evaluate a run, write results/NAME.json
+    [--before OTHER]         evaluate a run, write results/NAME.json; OTHER is
+                             the result of the run that it was started from
 python tools/results.py publish NAME RUN FOLDER --corpus DIR
                              the model of a run in 16 bits, to be passed on,
                              with its card; NAME is the recorded result
@@ -24,7 +25,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import annotated_transformer as book  # noqa: E402
 
@@ -86,6 +87,8 @@ def record(args):
         "device": args.device,
         **training_facts(run, book.read_log(run)),
     }
+    if args.before:
+        facts["before"] = args.before
     if args.note:
         facts["note"] = args.note
     for part in ("val", TEST):
@@ -218,6 +221,13 @@ def spread(values):
     return f"{mean:.1f} ± {statistics.stdev(values):.1f}"
 
 
+def with_before(result, word):
+    """Return word(result); where it went on from another, both."""
+    if "before" not in result:
+        return f"{word(result)}"
+    return f"{word(read(result['before']))} + {word(result)}"
+
+
 def multi30k_table():
     """Return the lines of the table of trained models.
 
@@ -237,20 +247,22 @@ def multi30k_table():
     for (name, commit, _), runs in groups.items():
         test, val = ([r[part] for r in runs] for part in (TEST, "val"))
         both = ", both" if runs[0]["recipe"]["both"] else ""
+        both += ", R-Drop" if runs[0]["recipe"]["r_drop"] else ""
         seeds, cores, minutes = (
             ", ".join(f"{word(r)}" for r in runs)
             for word in (
                 lambda r: r["seed"],
                 lambda r: {"one": 1, "two": 2}[r["device"].split()[0]],
-                lambda r: round(r["minutes"]),
+                lambda r: with_before(r, lambda r: round(r["minutes"])),
             )
         )
+        steps = with_before(runs[0], lambda r: f"{r['steps']:,}")
         lines.append(
             f"| {name}{both} | **{spread([t['bleu'] for t in test])}** | "
             f"{spread([v['bleu'] for v in val])} | "
             f"{spread([t['bleu_cased'] for t in test])} | "
             f"{spread([t['chrf'] for t in test])} | "
-            f"{runs[0]['steps']:,} | {seeds} | {cores} | {minutes} | "
+            f"{steps} | {seeds} | {cores} | {minutes} | "
             f"`{commit}` |"
         )
     return lines
@@ -307,12 +319,39 @@ def averaging_table():
     return lines
 
 
+def speed_table():
+    """Return the lines of what the benchmarks reached."""
+    import run
+
+    parts = {
+        part: read(f"benchmarks-{part.replace('_', '-')}") or {"rows": []}
+        for part in ("training", "decoding_peers")
+    }
+    lines = ["| what | reached | spread | aim |", "|---|---|---|---|"]
+    for what, found, aim in run.aims(parts):
+        if found is None:
+            continue
+        middle, *ends = found
+        ends = f"{min(ends):.2f} to {max(ends):.2f}" if ends else ""
+        lines.append(f"| {what} | **{middle:.2f}** | {ends} | {aim:g} |")
+    copies = [
+        f"{row['seconds']:.1f}"
+        for row in parts["training"]["rows"]
+        if row["setting"] == "copy"
+    ]
+    if copies:
+        what = "copy task, start to end, seeds 0 to 4, seconds"
+        lines.append(f"| {what} | {', '.join(copies)} | | 10 |")
+    return lines if len(lines) > 2 else ["Not measured yet."]
+
+
 EXPECTED = "multi30k-en-de"
 TABLES = {
     "multi30k": multi30k_table,
     "expect": expect_table,
     "averaging": averaging_table,
     "levers": levers_table,
+    "speed": speed_table,
 }
 
 
@@ -358,6 +397,7 @@ def main():
     sub.add_argument("--beam", type=int, default=4)
     sub.add_argument("--alpha", type=float, default=0.6)
     sub.add_argument("--note", default="")
+    sub.add_argument("--before", metavar="NAME")
     sub = commands.add_parser("publish")
     for argument in ("name", "run", "folder"):
         sub.add_argument(argument)
