@@ -3138,7 +3138,7 @@ def one_means_after_another():
               times=[f"{rate / base:.1f} times" for rate in best.values()])
     ).encode(
         alt.X("rate:Q", title="real target tokens a second"),
-        alt.Y("form:N", sort=None, title=None, axis=alt.Axis(labelLimit=300)),
+        alt.Y("form:N", sort=None, title="form", axis=alt.Axis(labelLimit=300)),
     )  # fmt: skip
     text = bars.mark_text(align="left", dx=4).encode(text="times:N")
     return (bars.mark_bar(color=PALETTE[0]) + text).properties(
