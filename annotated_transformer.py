@@ -3133,12 +3133,13 @@ def one_means_after_another():
         half = "16-bit products" in FORMS[: FORMS.index(form) + 1]
         limit = product_rate(torch.bfloat16 if half else torch.float) / each
         print(f"{rate:8,.0f}  {rate / base:5.1f}  {rate / limit:12.0%}", form)
+    wide = alt.Axis(labelLimit=300)
     bars = alt.Chart(
         frame(form=list(best), rate=[round(rate) for rate in best.values()],
               times=[f"{rate / base:.1f} times" for rate in best.values()])
     ).encode(
         alt.X("rate:Q", title="real target tokens a second"),
-        alt.Y("form:N", sort=None, title="form", axis=alt.Axis(labelLimit=300)),
+        alt.Y("form:N", sort=None, title="form", axis=wide),
     )  # fmt: skip
     text = bars.mark_text(align="left", dx=4).encode(text="times:N")
     return (bars.mark_bar(color=PALETTE[0]) + text).properties(
