@@ -19,15 +19,10 @@ idle machine, and `pip install -r tests/peers.txt -c constraints.txt`.
 import argparse
 import copy
 import json
-import os
-import platform
-import re
 import statistics
-import subprocess
 import sys
 import time
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -36,32 +31,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import peers  # noqa: E402
+from machine import machine  # noqa: E402
 
 import annotated_transformer as book  # noqa: E402
 from annotated_transformer import EOS  # noqa: E402
-
-
-def machine():
-    """What the figures depend on."""
-    cpu = platform.processor()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        cpu = re.search(r"model name\s*: (.*)", info.read_text())[1]
-    git = ["git", "-C", str(ROOT)]
-    commit = subprocess.run(
-        [*git, "describe", "--always", "--dirty", "--abbrev=7"],
-        capture_output=True, text=True,
-    )  # fmt: skip
-    packages = "torch", "transformers", "ctranslate2"
-    return {
-        "cpu": cpu,
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "versions": {name: metadata.version(name) for name in packages},
-        "commit": commit.stdout.strip(),
-    }
-
 
 # --------------------------------------------------------------- the programs
 # Each takes rows of source ids and a batch size, and gives as many texts.

@@ -19,7 +19,9 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+from machine import machine  # noqa: E402
 
 import annotated_transformer as book  # noqa: E402
 
@@ -133,7 +135,7 @@ def main():
     args = parser.parse_args()
     rows = compare(Path(args.model), args.corpus, args.split, args.limit)
     if args.json:
-        facts = {"torch": torch.__version__, "rows": rows}
+        facts = {"machine": machine(), "rows": rows}
         text = json.dumps(facts, indent=1) + "\n"
         Path(args.json).write_text(text, encoding="utf-8")
 

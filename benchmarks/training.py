@@ -36,6 +36,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import decoding_peers  # noqa: E402
 import peers  # noqa: E402
+from machine import machine  # noqa: E402
 
 import annotated_transformer as book  # noqa: E402
 
@@ -305,7 +306,7 @@ def main(argv=None):
     option("--json", metavar="FILE", help="write the figures there")
     args = parser.parse_args(argv)
     args.rounds = 1 if args.quick else args.rounds
-    facts, rows = decoding_peers.machine(), []
+    facts, rows = machine(), []
     print(json.dumps(facts))
     for name in args.only or PARTS:
         rows += PARTS[name](args)
