@@ -147,7 +147,7 @@ def caption_pairs(args, vocab):
         return book.random_pairs(2000, vocab)
     texts = book.corpus_part(args.corpus, "train", "en", "de")
     translator = book.untrained_translator(
-        texts, ("en", "de"), dict(book.PRESETS["tiny"]), vocab
+        texts, ("en", "de"), dict(book.PRESETS["tiny"]), pieces=vocab
     )
     return [translator.encode_texts(*pair) for pair in texts]
 
