@@ -3052,7 +3052,7 @@ def random_pairs(number, vocab, seed=0):
     return pairs
 
 
-def random_batches(pairs, size=64, seed=0):
+def random_batches(pairs, size=128, seed=0):
     """Endless batches of `size` pairs in no order."""
     draw = random.Random(seed)
     while True:

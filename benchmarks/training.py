@@ -5,7 +5,8 @@
             bits, in alternation: tiny (4,096 places) and base (1,024), both
             with V = 10,000, without padding
   forms     the chapter's forms, one means more in each, on the captions of
-            --corpus (random lengths without it), tiny, 1,024 places
+            --corpus (random lengths without it), tiny, V = 10,000: random
+            batches of 128 pairs, then of 4,096 places
   limit     base in 32 bits: operations in products over the time, as a part
             of what the machine makes in a large product, in training and in
             greedy decoding of 64 sentences
@@ -96,8 +97,10 @@ def our_update(config, batch, half):
     torch.manual_seed(0)
     model = book.fast(book.Transformer(config), half)
     gradient = book.partial(book.backward_in_slices, half=half)
+    places = batch.count()
+    recipe = book.Recipe(batch_tokens=places, max_tokens=places)
     updates = book.training(
-        model, itertools.repeat(batch), book.Recipe(), gradient=gradient
+        model, itertools.repeat(batch), recipe, gradient=gradient
     )
     return lambda: next(updates).tokens
 
@@ -154,14 +157,14 @@ def caption_pairs(args, vocab):
 
 def the_forms(args):
     """Rows: each form of the chapter, on the captions."""
-    vocab = 100 if args.quick else 5000
+    vocab, places = (100, 500) if args.quick else (10_000, 4096)
     pairs = caption_pairs(args, vocab)
     sizes = dict(book.PRESETS["tiny"])
     config = book.Config(vocab, vocab, **sizes)
-    number = 1 if args.quick else 8
+    number = 1 if args.quick else 4
 
     def of(form):
-        updates = book.training_in_form(form, config, pairs)
+        updates = book.training_in_form(form, config, pairs, places)
 
         def several():
             return sum(u.tokens for u in itertools.islice(updates, number))
@@ -180,7 +183,7 @@ def two_processes(args):
     """Tokens a second of `train` by torchrun with two processes."""
     import tempfile
 
-    steps = 60 if args.quick else 300
+    steps = 60 if args.quick else 100
     with tempfile.TemporaryDirectory() as folder:
         command = [
             sys.executable, "-m", "torch.distributed.run", "--standalone",
@@ -188,6 +191,8 @@ def two_processes(args):
             "train", "--corpus", args.corpus or "toy", "--src", "en", "--tgt",
             "de", "--preset", "laptop", "--norm-first", "--dropout", "0.3",
             "--half", "--steps", str(steps), "--save-every", "100000",
+            "--ema", "0", "--pieces", "0" if not args.corpus else "10000",
+            "--batch-tokens", "500" if args.quick else "4096",
             "--out", f"{folder}/run",
         ]  # fmt: skip
         if not args.corpus:
