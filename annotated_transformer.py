@@ -7668,8 +7668,9 @@ def speaks_for_all(store):
 # minutes. Nor did it help later: 16,000 updates with `--r-drop 5 --factor
 # 0.7`, started `--from` the English-German run above, ended at 38.1 on
 # validation (greedily; 38.2 before, loss 1.638 against 1.630; 115 minutes on
-# one busy core, seed 0, commit dd5ffd7). Attention dropout, other sizes of the vocabulary and both
-# directions jointly are there, and tested, but not measured yet.
+# one busy core, seed 0, commit dd5ffd7). Attention dropout, other sizes of the
+# vocabulary and both directions jointly are there, and tested, but not
+# measured yet.
 
 # %% [markdown]
 # ### The published model, and its attention
