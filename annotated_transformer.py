@@ -60,7 +60,7 @@
 # | step | on two processor cores, no GPU |
 # |---|---|
 # | the architecture, Sections 1 to 5 | seconds |
-# | the copy task | about fifteen seconds |
+# | the copy task | about ten seconds |
 # | the German-English model of this notebook | a minute and a half |
 # | real captions (Multi30k), from the command line | an hour or less |
 #
@@ -3152,12 +3152,12 @@ def one_means_after_another():
 # %% [markdown]
 # **What to notice.** Batches of like length do most. What the others bring
 # depends on the sizes: with 10,000 words and 4,096 places, as
-# `benchmarks/training.py` measures it on captions, the loss in slices is
-# worth a factor of 1.4 and so are products in 16 bits, and the whole makes
-# 4.1 (two cores, commit 6560740). Fused attention and fused Adam hardly
-# matter on a processor, for sentences so short. And the last form is not at
-# the limit: what remains are the many small operations between the products,
-# which wait for memory.
+# `benchmarks/training.py` measures it on captions, the loss in slices is worth
+# a factor of 1.4 and so are products in 16 bits, and the whole makes 4.1 (two
+# cores, commit 6560740). Fused attention and fused Adam bring little on a
+# processor, for sentences so short. And the last form is not at the limit:
+# what remains are the many small operations between the products, which wait
+# for memory.
 #
 # `torch.compile` promises to join those. With `train --compile` you may try
 # it. It needs a C++ compiler and a minute or two to begin with. (On one busy
@@ -8137,7 +8137,7 @@ def announce(device, expected=""):
 def run_copy(args):
     device = pick_device(args.device)
     quick = device.type == "cpu"
-    announce(device, ", expected time: 10 to 20 seconds" if quick else "")
+    announce(device, ", expected time: about 10 seconds" if quick else "")
     model, losses, right = train_copy(args.seed, device)
     source = digits("31415926")
     [output] = greedy(model, pad([source]).to(device))
