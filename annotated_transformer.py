@@ -24,9 +24,9 @@
 #
 # **In half an hour: the model.** Read from *3 The model* as far as *The same
 # as torch's own Transformer*. Pass over the cells that begin with `@check`
-# (each only proves what stands before it). Then
-# read *Batches* in Section 5.1, the first page of *Greedy decoding*, and *A
-# first example: copying*. End with the pictures in *Looking at attention*.
+# (each only proves what stands before it). Then read *Batches* in Section 5.1,
+# the first page of *Greedy decoding*, and *A first example: copying*. End with
+# the pictures in *Looking at attention*.
 #
 # **In an evening: from the paper to a translator.** Read from top to bottom as
 # far as Section 6.1. Leave out *How the charts are drawn*, *Making it fast*,
@@ -2672,10 +2672,10 @@ def batching_changes_no_translation():
 # ## Making it fast
 #
 # What stands above is the model as one would explain it. This chapter makes
-# it fast on the machine at hand, and proves after each step that it computes
-# the same. The weights stay where they are, so a model can be trained in one
-# form and used in the other. (Nothing later depends on how this is done: you
-# may go on to *A first example*.)
+# it fast on the machine at hand, and checks that it computes the same, but for
+# rounding and for the random numbers of dropout. The weights stay where they
+# are, so a model can be trained in one form and used in the other. (Nothing
+# later depends on how this is done: you may go on to *A first example*.)
 #
 # ### What the machine can do
 #
@@ -3174,7 +3174,7 @@ def one_means_after_another():
 #
 # * **Weights laid out once.** Before a library multiplies, it copies the
 #   weights into the order in which the processor reads them best. Beside a
-#   thousand rows that costs nothing; beside 64 it is a good part of the work.
+#   thousand rows that costs little; beside 64 it is a good part of the work.
 #   oneDNN, which PyTorch brings along, can keep the copy.
 # * **Products joined.** Queries, keys and values of a layer are one product;
 #   so are the keys and values that all layers take from the memory.
@@ -4927,7 +4927,7 @@ def your_own_sentence():
 
 
 # %% [markdown]
-# The second output stutters, and has lost the ball. A model knows its corpus,
+# The second output has lost the verb and the ball. A model knows its corpus,
 # not the language: words it has never seen become `<unk>`, and an order of
 # words it has never met may go wrong in any way.
 
@@ -7276,9 +7276,8 @@ def two_processes_add_up():
 # off while others are still being computed. In `backward_in_slices` autograd
 # begins at the states, so theirs is the call to watch. And each gradient must
 # be whole when autograd is done with it, which is why `add_gradient` comes
-# before. (The
-# module holds the model's weights and nothing else: its tables, such as that
-# of positions, never change and need no sending.)
+# before. (The module holds the model's weights and nothing else: its tables,
+# such as that of positions, never change and need no sending.)
 
 
 # %%

@@ -45,19 +45,6 @@ def small(monkeypatch):
     monkeypatch.setitem(book.PRESETS, "tiny", one_of_several.SMALL)
 
 
-@pytest.fixture(scope="module")
-def few(corpus, tmp_path_factory):
-    """A corpus of 50 pairs: a run of twelve updates reads it twice."""
-    folder = tmp_path_factory.mktemp("few")
-    for part, size in {"train": 50, "val": 3}.items():
-        for language in ("de", "en"):
-            text = (corpus / f"{part}.{language}").read_text("utf-8")
-            lines = text.splitlines(keepends=True)[:size]
-            path = folder / f"{part}.{language}"
-            path.write_text("".join(lines), encoding="utf-8")
-    return folder
-
-
 def torchrun(*arguments, restarts=0, processes=2, **environment):
     """Run the book in several processes."""
     launch = ["-m", "torch.distributed.run", "--standalone"]

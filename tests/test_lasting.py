@@ -42,19 +42,6 @@ LEVERS = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def few(corpus, tmp_path_factory):
-    """A corpus of 50 pairs: a run of twelve updates reads it twice."""
-    folder = tmp_path_factory.mktemp("few")
-    for part, size in {"train": 50, "val": 3}.items():
-        for language in ("de", "en"):
-            text = (corpus / f"{part}.{language}").read_text("utf-8")
-            lines = text.splitlines(keepends=True)[:size]
-            path = folder / f"{part}.{language}"
-            path.write_text("".join(lines), encoding="utf-8")
-    return folder
-
-
 @pytest.fixture
 def small(monkeypatch):
     """Make the preset tiny very small, for runs in this process."""
