@@ -7,7 +7,7 @@ STAMP := .venv/.installed
 NOTEBOOK := notebooks/annotated_transformer.ipynb
 
 .DEFAULT_GOAL := help
-.PHONY: help notebook test bench run html sync check-sync tables format clean
+.PHONY: help notebook test bench claims run html sync check-sync tables format clean
 
 help:  ## list these targets
 	@echo "The annotated Transformer. Choose a target:"
@@ -26,6 +26,9 @@ test: $(STAMP)  ## check the style, run the notebook and every test
 bench: $(STAMP)  ## measure speed against the peers; options: make bench ARGS="--quick"
 	$(PY) -m pip install --quiet -r tests/peers.txt -c constraints.txt
 	$(PY) benchmarks/run.py $(ARGS)
+
+claims: $(STAMP)  ## examine the paper's claims in their long form, into results/
+	$(PY) annotated_transformer.py claims --full --out results/claims.json $(ARGS)
 
 run: $(STAMP)  ## run the book as a script; options: make run ARGS="--help"
 	$(PY) annotated_transformer.py $(ARGS)

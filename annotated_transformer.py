@@ -147,6 +147,7 @@ import warnings
 import zlib
 from array import array
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -212,6 +213,205 @@ def start(main):
 # %%
 class InputError(ValueError):
     """Something given by the user is wrong; the message says what."""
+
+
+# %% [markdown]
+# ### Claims and exercises
+#
+# The paper makes claims. Wherever a laptop can try one, a folded cell does,
+# and prints what it found and a *verdict*: **verified**, **verified at toy
+# scale** (true of a small model and a small task, so no more than a hint),
+# **not reproduced**, or **can't be checked here**. Open the cell, change a
+# setting, run it again: the verdict must be able to change. Each claim names,
+# under `unless`, settings with which it comes out the other way, and the
+# tests try them all. *The ledger*, near the end, puts all verdicts together.
+
+# %% tags=["plumbing"]
+CLAIMS, FINDINGS = {}, {}
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A claim of the paper, and the function that examines it.
+
+    `examine(**settings)` returns whether the claim holds and, in words, what
+    was found; None in its place: it can't be checked here. `unless` are
+    settings with which it must come out otherwise, `full` those of the long
+    form, for `make claims`.
+    """
+
+    section: str
+    text: str
+    examine: Callable | None
+    toy: bool = False
+    unless: dict | None = None
+    full: dict | None = None
+    why: str = ""
+
+    def verdict(self, **settings):
+        """(verdict, what was found), from the same seed each time."""
+        if self.examine is None:
+            return "can't be checked here", self.why
+        holds, found = run_seeded(partial(self.examine, **settings))
+        verified = "verified at toy scale" if self.toy else "verified"
+        return verified if holds else "not reproduced", found
+
+
+def record_claim(name, claim):
+    """Put a claim on the list; in a notebook, examine it and say so."""
+    CLAIMS[name] = claim
+    if NOTEBOOK:
+        FINDINGS[name] = verdict, found = claim.verdict()
+        print(f"Claim, Section {claim.section}: {claim.text}.")
+        print(f"{verdict.capitalize()}: {found}.")
+
+
+def claim(section, text, **how):
+    """Register the examination of a claim that a section makes."""
+
+    def register(function):
+        record_claim(function.__name__, Claim(section, text, function, **how))
+        return function
+
+    return register
+
+
+def out_of_reach(name, section, text, why):
+    """Register a claim that no reader's machine can examine, and why."""
+    record_claim(name, Claim(section, text, None, why=why))
+
+
+# %% [markdown]
+# Sections end with **exercises**, which you may pass over. Each says in words
+# and, in a folded cell, in plain loops what a function must do. Replace the
+# dots in the cell after it and run that: your function is tried on drawn
+# inputs, and what is wrong with it is said. A hint and an answer are folded
+# away.
+
+# %% tags=["plumbing"]
+EXERCISES = {}
+UNFILLED = "Not filled in yet: put your code in place of the dots."
+
+
+def difference(answer, truth, what="the result"):
+    """In words, how an answer differs from what is right; "" if it is."""
+    if isinstance(truth, (tuple, list)):
+        if not isinstance(answer, (tuple, list)) or len(answer) != len(truth):
+            return f"{what} should be {len(truth)} things, not {answer!r}"
+        parts = (
+            difference(a, t, f"{what}, part {i},")
+            for i, (a, t) in enumerate(zip(answer, truth))
+        )
+        return next(filter(None, parts), "")
+    if not isinstance(truth, torch.Tensor):
+        number = isinstance(truth, float) and isinstance(answer, (int, float))
+        near = number and math.isclose(answer, truth, rel_tol=1e-4)
+        right = near or (type(answer) is type(truth) and answer == truth)
+        return (
+            "" if right else f"{what} is {answer!r}, and should be {truth!r}"
+        )
+    if not isinstance(answer, torch.Tensor):
+        kind = type(answer).__name__
+        return f"{what} should be a tensor, and is of type {kind}"
+    for name, a, t in (
+        ("shape", tuple(answer.shape), tuple(truth.shape)),
+        ("dtype", answer.dtype, truth.dtype),
+    ):
+        if a != t:
+            return f"{what} has the {name} {a}, and should have {t}"
+    return unlike(answer, truth, what)
+
+
+def unlike(answer, truth, what):
+    """In words, where two tensors of one shape and dtype differ."""
+    close = torch.isclose(
+        answer.double(), truth.double(), 1e-4, 1e-5, equal_nan=True
+    )
+    if close.all():
+        return ""
+    place = tuple((~close).nonzero()[0].tolist())
+    a, t = answer[place].item(), truth[place].item()
+    where = f" at {list(place)}" if place else ""
+    count = f"{int((~close).sum())} of {close.numel()} numbers are wrong"
+    return f"{what}{where} is {a:.5g}, and should be {t:.5g} ({count})"
+
+
+# %% [markdown]
+# An exercise draws its inputs, and knows the slips that people make:
+
+
+# %% tags=["plumbing"]
+class Exercise:
+    """What a function must do, given as a slow one that does it.
+
+    `draw()` returns a tuple of inputs. `slips` are {what is wrong: function}
+    of plausible wrong answers. `judge`, if given, takes an answer and returns
+    what is wrong with it ("": nothing), in place of the comparison.
+    """
+
+    def __init__(self, spec, draw, slips, judge=None):
+        self.spec, self.draw, self.slips = spec, draw, slips
+        self.judge = judge or self.compare
+        self.blank = None
+
+    def compare(self, answer, times=10):
+        """What is wrong with an answer, tried on drawn inputs."""
+        for _ in range(times):
+            inputs = self.draw()
+            kept, given = copy.deepcopy(inputs), copy.deepcopy(inputs)
+            result = answer(*given)
+            if result is None or result is ...:
+                return UNFILLED
+            if wrong := difference(result, self.spec(*inputs)):
+                return self.known(result, kept) or wrong + shown(kept)
+            if difference(given, kept):
+                return "the result is right, but your code changes its input"
+        return ""
+
+    def known(self, result, inputs):
+        """The slip that gives the same result, if there is one."""
+        for words, slip in self.slips.items():
+            if not difference(result, slip(*copy.deepcopy(inputs))):
+                return words
+        return ""
+
+    def verdict(self, answer):
+        """What is wrong with an answer; an error in it counts as wrong."""
+        try:
+            return run_seeded(partial(self.judge, answer))
+        except Exception as error:  # whatever a reader's code may raise
+            return f"your code raises {type(error).__name__}: {error}"
+
+    def solve(self, answer):
+        """Decorate the function to be filled in; a notebook judges it."""
+        self.blank = answer
+        if NOTEBOOK:
+            wrong = self.verdict(answer)
+            words = wrong if wrong == UNFILLED else f"Not yet: {wrong}"
+            print(words if wrong else "Right, on all inputs drawn.")
+        return answer
+
+
+def shown(inputs):
+    """The inputs of a failed trial, if they are small enough to read."""
+    words = ", ".join(
+        f"a tensor of shape {tuple(x.shape)}"
+        if isinstance(x, torch.Tensor) and x.numel() > 12
+        else repr(x.tolist() if isinstance(x, torch.Tensor) else x)
+        for x in inputs
+    )
+    return f", for the input {words}" if len(words) < 200 else ""
+
+
+def exercise(draw=None, slips=None, judge=None):
+    """Make an exercise of the function that specifies it."""
+
+    def register(spec):
+        made = Exercise(spec, draw, slips or {}, judge)
+        EXERCISES[spec.__name__] = made
+        return made
+
+    return register
 
 
 # %% [markdown]
@@ -850,10 +1050,94 @@ def why_divide_by_the_root():
 
 
 # %% [markdown]
+# The first half of the argument, examined: mean and variance of the products,
+# for numbers that are drawn as the paper supposes. (With components of twice
+# the spread it fails.)
+
+
+# %% tags=["claim"]
+@claim("3.2.1", "q·k has mean 0 and variance d_k", unless={"spread": 2.0})
+def products_have_variance_d_k(widths=(4, 16, 64, 256, 1024), spread=1.0):
+    shares, means = [], []
+    for d_k in widths:
+        q, k = spread * torch.randn(2, 20_000, d_k)
+        products = (q * k).sum(-1)  # (20000,)
+        shares.append(products.var().item() / d_k)
+        means.append(abs(products.mean().item()) / math.sqrt(d_k))
+    holds = max(abs(s - 1) for s in shares) < 0.05 and max(means) < 0.05
+    low, high = min(shares), max(shares)
+    return holds, (
+        f"for d_k from {widths[0]} to {widths[-1]} the variance is {low:.3f} "
+        f"to {high:.3f} times d_k, the mean at most {max(means):.3f} √d_k"
+    )
+
+
+# %% [markdown]
 # **What to notice.** The variance is d_k, as claimed. Undivided, random
 # keys already get a nearly hard choice at d_k = 512; divided, the weights
 # are as soft at 1,024 as at 4, and learning can begin anywhere.
 #
+# #### Exercises
+#
+# **Attention without a loop** (three lines). One query and many keys: the
+# cell says in loops what to compute. Say it in tensors.
+
+
+# %% tags=["exercise"]
+def draw_one_query():
+    return torch.randn(4), torch.randn(6, 4), torch.randn(6, 4)
+
+
+def one_query(undivided=False, unshared=False):
+    """The answer, but for what is wrong with it."""
+
+    def answer(q, K, V):
+        scores = K @ q / (1 if undivided else math.sqrt(len(q)))
+        return (scores.exp() if unshared else scores.softmax(0)) @ V
+
+    return answer
+
+
+@exercise(
+    draw_one_query,
+    {
+        "the products are not divided by √d_k": one_query(undivided=True),
+        "the weights do not sum to 1": one_query(unshared=True),
+    },
+)
+def one_query_in_loops(q, K, V):
+    """q (K,), K and V (S, K) -> (K,), the mean of V that q asks for."""
+    shares = [math.exp(sum(q * key) / math.sqrt(len(q))) for key in K]
+    result = torch.zeros(len(q))
+    for share, value in zip(shares, V):
+        for j in range(len(q)):
+            result[j] += share / sum(shares) * value[j]
+    return result
+
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# `K @ q` holds all products of the query at once.
+#
+# </details>
+# <details><summary>Answer</summary>
+#
+# ```python
+# def ask(q, K, V):
+#     weights = (K @ q / math.sqrt(len(q))).softmax(dim=0)
+#     return weights @ V
+# ```
+#
+# </details>
+
+
+# %%
+@one_query_in_loops.solve
+def ask(q, K, V): ...
+
+
+# %% [markdown]
 # #### 3.2.2 Multi-head attention
 #
 # One softmax gives one mean. If a verb should look at its subject *and*
@@ -8078,11 +8362,127 @@ QUANTIZATIONS = (
 # * It writes at least one word, unless `min_decoding_length=0` is given.
 
 # %% [markdown]
+# ## The ledger
+#
+# Every claim of the paper that this book examines, in the order of its
+# sections, with the verdict of this run and what was found. Nothing here is
+# typed in: each line comes from the cell that examined the claim.
+
+# %% tags=["plumbing"]
+VERDICTS = (
+    "verified",
+    "verified at toy scale",
+    "not reproduced",
+    "can't be checked here",
+)
+
+
+def by_section(name):
+    """Where a claim stands in the paper: sorts 3.2.1 before 3.2.2 and 10."""
+    numbers = re.findall(r"\d+", CLAIMS[name].section)
+    return [int(number) for number in numbers]
+
+
+class Ledger:
+    """A table of claims and {name: (verdict, what was found)}."""
+
+    def __init__(self, findings):
+        pending = "not examined yet", "run its cell"
+        self.rows = [
+            (
+                CLAIMS[name].section,
+                CLAIMS[name].text,
+                *findings.get(name, pending),
+            )
+            for name in sorted(CLAIMS, key=by_section)
+        ]
+
+    def count(self):
+        """{verdict: how many claims have it}"""
+        found = Counter(row[2] for row in self.rows)
+        return {verdict: found[verdict] for verdict in VERDICTS}
+
+    def _repr_markdown_(self):
+        head = "| section | the claim | verdict | found |\n|---|---|---|---|\n"
+        lines = (
+            " | ".join(c.replace("|", "\\|") for c in r) for r in self.rows
+        )
+        return head + "".join(f"| {line} |\n" for line in lines)
+
+    def __repr__(self):
+        return "\n".join(
+            f"{section}  {text}.\n    {verdict}: {found}."
+            for section, text, verdict, found in self.rows
+        )
+
+
+@example
+def the_ledger():
+    table = Ledger(FINDINGS)
+    print(len(table.rows), "claims:", *(
+        f"{number} {verdict}," for verdict, number in table.count().items()
+    ))  # fmt: skip
+    return table
+
+
+# %% [markdown]
+# `claims` on the command line examines them without the notebook. With
+# `--full` those that need longer take their long form; `--out` keeps what was
+# found, claim by claim, so that a run that is stopped has lost one claim at
+# most. Each is also examined under its `unless`, to see that the verdict can
+# change.
+
+# %% tags=["plumbing"]
+
+
+def entry(name, full):
+    """All about one claim, as `claims --out` writes it."""
+    claim = CLAIMS[name]
+    settings = (full and claim.full) or {}
+    verdict, found = claim.verdict(**settings)
+    facts = {"section": claim.section, "claim": claim.text}
+    facts |= {"verdict": verdict, "found": found, "settings": settings}
+    if claim.unless:
+        verdict, found = claim.verdict(**claim.unless)
+        facts["unless"] = claim.unless
+        facts["otherwise"] = {"verdict": verdict, "found": found}
+    return facts
+
+
+def run_claims(args):
+    unknown = set(args.names) - set(CLAIMS)
+    if unknown:
+        known = ", ".join(CLAIMS)
+        raise InputError(f"no claim {min(unknown)!r}; there are: {known}")
+    path = Path(args.out) if args.out else None
+    record = {}
+    if path and path.exists():
+        record = json.loads(path.read_text(encoding="utf-8"))
+    for name in args.names or sorted(CLAIMS, key=by_section):
+        facts = entry(name, args.full)
+        facts["command"] = " ".join(["claims", *sys.argv[2:]])
+        facts |= {"commit": args.commit, "torch": torch.__version__}
+        print(f"{facts['section']:<6} {name}: {facts['verdict']}", flush=True)
+        print(f"       {facts['found']}", flush=True)
+        record[name] = facts
+        if path:
+            keep_record(path, record)
+
+
+def keep_record(path, record):
+    """Write {claim: facts} in the order of the paper, at once or not."""
+    order = [n for n in sorted(CLAIMS, key=by_section) if n in record]
+    facts = {name: record[name] for name in order}
+    text = json.dumps(facts, indent=1, ensure_ascii=False) + "\n"
+    write_whole(path, lambda p: p.write_text(text, encoding="utf-8"))
+
+
+# %% [markdown]
 # ## The command line
 #
-# Six commands: `copy` learns to copy (the default), `train` makes a model,
+# Seven commands: `copy` learns to copy (the default), `train` makes a model,
 # `translate` uses it, `evaluate` measures it, `curves` draws its training,
-# `export` makes it one of CTranslate2's.
+# `export` makes it one of CTranslate2's, `claims` examines the paper.
 # For example, `python annotated_transformer.py translate --model
 # results/model-de-en "Zwei Kinder spielen im Schnee."`; `--help` after a
 # command lists its options.
@@ -8777,6 +9177,12 @@ def parser():
     text = "kind of the numbers in the file (none: 32 bits)"
     kinds = dict(choices=QUANTIZATIONS, default="none", help=text)
     option("--quantization", **kinds)
+    text = "examine the paper's claims"
+    option = command("claims", run_claims, text).add_argument
+    option("names", nargs="*", metavar="NAME", help="these only")
+    option("--full", action="store_true", help="the long forms, hours")
+    option("--out", metavar="FILE", help="keep what was found, as JSON")
+    option("--commit", default="", help="the commit, for the record")
     return top
 
 

@@ -7,7 +7,7 @@ import nbformat
 import pytest
 from bs4 import BeautifulSoup
 
-from tools import page, prose
+from tools import notebook, page, prose
 
 SECTION = re.compile(r"\b(Section|Equation) (\d+(?:\.\d+)*)")
 
@@ -196,9 +196,11 @@ def test_every_formula_is_set(html, cells):
         assert not re.search(r"\\[a-z]", formula.math.text)
 
 
-def test_plumbing_is_folded(html, cells):
-    plumbing = [c for c in cells if "plumbing" in c.metadata.get("tags", [])]
-    folded = [tag.pre.text.strip() for tag in html.select("details")]
+def test_what_is_optional_is_folded(html, cells):
+    plumbing = [
+        c for c in cells if notebook.FOLDED & {*c.metadata.get("tags", [])}
+    ]
+    folded = [tag.pre.text.strip() for tag in html.select(".cell details")]
     assert {c.source.strip() for c in plumbing} <= set(folded)
     assert all(tag.summary.text.strip() for tag in html.select("details"))
 

@@ -159,10 +159,12 @@ def test_a_missing_picture_is_named(monkeypatch, tmp_path):
         notebook.embedded("![x](images/heads.svg)")
 
 
-def test_plumbing_is_folded_and_nothing_else():
+def test_what_is_optional_is_folded_and_nothing_else():
     for cell in notebook.read_notebook().cells:
         folded = cell.metadata.get("jupyter", {}).get("source_hidden", False)
-        assert folded == ("plumbing" in cell.metadata.get("tags", []))
+        assert folded == bool(
+            notebook.FOLDED & {*cell.metadata.get("tags", [])}
+        )
 
 
 @pytest.mark.parametrize(

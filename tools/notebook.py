@@ -31,6 +31,7 @@ IMAGES = ROOT / "images"
 PICTURES = {"cross-attention": "cross_attention_of_a_sentence"}
 MAX_BYTES = 4_000_000
 CELL_SECONDS = 1800
+FOLDED = {"plumbing", "claim", "exercise"}  # tags of cells folded away
 WIDGET = "application/vnd.jupyter.widget-view+json"
 CHART = "application/vnd.vegalite"
 # No versions: they would change the notebook on each reader's machine.
@@ -43,8 +44,8 @@ METADATA = {
 def read_source():
     """Return the source as a notebook without outputs.
 
-    A cell's id comes from its text, so it stays when others move. Plumbing
-    is folded in Jupyter and in Colab.
+    A cell's id comes from its text, so it stays when others move. What is
+    optional is folded in Jupyter and in Colab.
     """
     book = jupytext.read(SOURCE, fmt="py:percent")
     book.metadata = nbformat.from_dict(METADATA)
@@ -53,7 +54,7 @@ def read_source():
         copy = seen[cell.source] = seen.get(cell.source, 0) + 1
         text = f"{cell.cell_type} {copy} {cell.source}"
         cell.id = hashlib.sha256(text.encode("utf-8")).hexdigest()[:12]
-        if "plumbing" in cell.metadata.get("tags", []):
+        if FOLDED.intersection(cell.metadata.get("tags", [])):
             cell.metadata.jupyter = {"source_hidden": True}
             cell.metadata.cellView = "form"
         if cell.cell_type == "markdown":

@@ -23,6 +23,7 @@ import vl_convert
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from tools.notebook import FOLDED  # noqa: E402
 from tools.prose import (  # noqa: E402
     Prose,
     code_block,
@@ -56,7 +57,7 @@ def defined(source):
 
 def folded(cell):
     """Return whether a cell is of no use to the reader of the text."""
-    if "plumbing" in cell.metadata.get("tags", []):
+    if FOLDED.intersection(cell.metadata.get("tags", [])):
         return True
     draws = re.search(r"\balt\.", cell.source)
     return bool(draws) and cell.source.count("\n") >= LONG
@@ -91,6 +92,8 @@ def output(out, cell, prose):
     for kind, spec in data.items():
         if kind.startswith(CHART):
             return chart(spec, data["image/png"], cell, prose)
+    if table := data.get("text/markdown"):
+        return prose.markdown.render(table)
     if png := data.get("image/png"):
         return f"<figure>{image(png, data['text/plain'])}</figure>\n"
     return printed(out.get("text") or data.get("text/plain", ""))

@@ -1,0 +1,76 @@
+"""The paper's claims: each can come out otherwise, and the record is whole."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import annotated_transformer as book
+
+ROOT = Path(__file__).resolve().parent.parent
+RECORD = ROOT / "results" / "claims.json"
+EXAMINED = [name for name, c in book.CLAIMS.items() if c.examine]
+QUICK = [name for name in EXAMINED if not book.CLAIMS[name].full]
+
+
+@pytest.fixture(scope="module")
+def record():
+    """What `make claims` found."""
+    return json.loads(RECORD.read_text(encoding="utf-8"))
+
+
+def test_the_record_has_every_claim_as_the_book_states_it(record):
+    assert record.keys() == book.CLAIMS.keys()
+    for name, claim in book.CLAIMS.items():
+        facts = record[name]
+        assert facts["section"] == claim.section, name
+        assert facts["claim"] == claim.text, name
+        assert facts["verdict"] in book.VERDICTS, name
+        assert facts["found"] and facts["commit"], name
+        assert facts["settings"] == json.loads(json.dumps(claim.full or {}))
+
+
+def test_every_claim_could_have_come_out_otherwise(record):
+    for name in EXAMINED:
+        claim, facts = book.CLAIMS[name], record[name]
+        assert facts["unless"] == json.loads(json.dumps(claim.unless)), name
+        assert facts["otherwise"]["verdict"] != facts["verdict"], name
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_quick_claim_comes_out_as_recorded(name, record):
+    claim, facts = book.CLAIMS[name], record[name]
+    assert claim.verdict()[0] == facts["verdict"]
+    assert claim.verdict(**claim.unless)[0] == facts["otherwise"]["verdict"]
+
+
+def test_a_claim_is_examined_from_one_seed():
+    name = QUICK[0]
+    assert book.CLAIMS[name].verdict() == book.CLAIMS[name].verdict()
+
+
+def test_the_ledger_has_a_line_for_each_claim_in_the_paper_s_order():
+    table = book.Ledger({QUICK[0]: ("verified", "a | b")})
+    sections = [row[0] for row in table.rows]
+    assert len(table.rows) == len(book.CLAIMS)
+    assert sections == sorted(sections, key=lambda s: s.split("."))
+    assert table.count() == dict.fromkeys(book.VERDICTS, 0) | {"verified": 1}
+    lines = table._repr_markdown_().splitlines()
+    assert len(lines) == len(book.CLAIMS) + 2
+    assert sum("a \\| b" in line for line in lines) == 1
+    assert repr(table).count("\n") + 1 == 2 * len(book.CLAIMS)
+
+
+def test_the_command_keeps_what_it_finds_and_what_was_there(tmp_path, capsys):
+    path = tmp_path / "claims.json"
+    other = {QUICK[-1]: {"kept": 1}}
+    path.write_text(json.dumps(other), encoding="utf-8")
+    assert book.main(["claims", QUICK[0], "--out", str(path)]) == 0
+    found = json.loads(path.read_text(encoding="utf-8"))
+    assert found[QUICK[0]]["verdict"] in capsys.readouterr().out
+    assert found == {**found, **other}
+
+
+def test_a_claim_that_is_not_there_is_named(capsys):
+    assert book.main(["claims", "that_the_moon_is_cheese"]) == 2
+    assert "that_the_moon_is_cheese" in capsys.readouterr().err

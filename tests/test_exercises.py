@@ -1,0 +1,99 @@
+"""Exercises: each answer is right; blanks and slips are refused, and why."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import annotated_transformer as book
+
+SOURCE = Path(book.__file__).read_text(encoding="utf-8")
+
+
+def answers():
+    """{function: code} of the answers folded away in the prose."""
+    prose = "\n".join(
+        line[2:] if line.startswith("# ") else ""
+        for line in SOURCE.splitlines()
+    )
+    found = {}
+    for fold in re.findall(
+        r"<summary>Answer</summary>(.*?)</details>", prose, re.S
+    ):
+        [code] = re.findall(r"```python\n(.*?)```", fold, re.S)
+        [*_, name] = re.findall(r"^(?:def|class) (\w+)", code, re.M)
+        assert name not in found, name
+        found[name] = code
+    return found
+
+
+ANSWERS = answers()
+BY_BLANK = {e.blank.__name__: e for e in book.EXERCISES.values() if e.blank}
+
+
+def test_every_exercise_has_a_cell_to_fill_in_and_an_answer():
+    assert all(e.blank for e in book.EXERCISES.values())
+    assert BY_BLANK.keys() == ANSWERS.keys()
+    assert len(BY_BLANK) == len(book.EXERCISES)
+    hints = SOURCE.count("# <details><summary>Hint</summary>")
+    assert hints == len(ANSWERS)
+
+
+@pytest.mark.parametrize("name", sorted(BY_BLANK))
+def test_the_answer_is_right(name):
+    names = dict(vars(book))
+    exec(ANSWERS[name], names)
+    assert BY_BLANK[name].verdict(names[name]) == ""
+
+
+@pytest.mark.parametrize("name", sorted(BY_BLANK))
+def test_the_unfilled_cell_is_refused(name):
+    exercise = BY_BLANK[name]
+    assert exercise.verdict(exercise.blank) == book.UNFILLED
+
+
+@pytest.mark.parametrize("name", sorted(BY_BLANK))
+def test_plausible_wrong_answers_are_refused_and_told_why(name):
+    exercise = BY_BLANK[name]
+    assert exercise.slips
+    for words, slip in exercise.slips.items():
+        said = exercise.verdict(slip)
+        assert said and said != book.UNFILLED, words
+        assert "raises" not in said, f"{words}: {said}"
+        if exercise.judge == exercise.compare:
+            assert said == words
+
+
+def a_sum(judge=None):
+    def draw():
+        return (torch.randn(2, 3),)
+
+    return book.Exercise(lambda x: x.sum(0), draw, {}, judge)
+
+
+@pytest.mark.parametrize(
+    "answer, words",
+    [
+        (lambda x: x.sum(1), r"shape \(2,\), and should have \(3,\)"),
+        (lambda x: x.sum(0).double(), "dtype torch.float64"),
+        (lambda x: x.sum(0).tolist(), "should be a tensor"),
+        (
+            lambda x: x.sum(0) * torch.tensor([1, 1, 2.0]),
+            r"at \[2\].*\(1 of 3",
+        ),
+        (lambda x: x.add_(1).sum(0) - 2, "changes its input"),
+        (lambda x: x @ x, "raises RuntimeError"),
+        (lambda x: x.sum(0) / 0 * 0, "nan, and should be"),
+        (lambda x: None, "Not filled in"),
+    ],
+)
+def test_what_is_wrong_with_an_answer_is_said(answer, words):
+    assert re.search(words, a_sum().verdict(answer))
+
+
+def test_a_right_answer_is_right():
+    assert a_sum().verdict(lambda x: x[0] + x[1]) == ""
+    assert book.difference((1, 2.0), (1, 2.0)) == ""
+    assert "part 1" in book.difference((1, 2.5), (1, 2.0))
+    assert book.difference(True, 1) and book.difference([1], [1, 2])
