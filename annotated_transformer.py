@@ -85,6 +85,42 @@
 # Masks are boolean, and **True means "may attend"**, everywhere.
 
 # %% [markdown]
+# <details>
+# <summary>Questions that readers ask, and where each is answered</summary>
+#
+# * Why write LayerNorm by hand? *3.1 Encoder and decoder stacks*
+# * Pre-norm or post-norm, and where does a final norm come from? *Post-norm
+#   and pre-norm*
+# * Does copying a layer make N identical layers? *3.1 Encoder and decoder
+#   stacks*
+# * Why divide by √d_k? *3.2.1 Scaled dot-product attention*
+# * How do the view and the transpose of the heads work, and how does the mask
+#   broadcast over them? *3.2.2 Multi-head attention*
+# * Why dropout on attention weights, which the paper does not mention? *3.2.2
+#   Multi-head attention*
+# * Which mask does cross-attention take? *3.2.3 Three uses, two masks*
+# * Why mask the columns of padding, and not the rows? *3.2.3 Three uses, two
+#   masks*
+# * Are the source, target and output embeddings really one matrix? *3.4
+#   Embeddings and softmax*
+# * Why multiply the embeddings by √d_model, and not divide? *3.4 Embeddings
+#   and softmax*
+# * Why add the positions and not concatenate them, and why 10000? *3.5
+#   Positional encoding*
+# * Why `tgt[:, :-1]`, if with padding the last token is not the end symbol?
+#   *5.1 Training data and batching*
+# * Why warm up, and how to set it for small batches? *5.3 Optimizer*
+# * Why log-probabilities, and what has the KL divergence to do with it? *5.4
+#   Regularization*
+# * How is the loss normalised when gradients are accumulated? *The training
+#   loop*
+# * Is the decoder parallel in training and in use, and why mask when it
+#   writes? *Greedy decoding*
+# * Why is my BLEU below the paper's? *How good is it? BLEU*
+#
+# </details>
+
+# %% [markdown]
 # The chapters on the architecture need PyTorch and the standard library.
 # Other packages (charts, tokenizers, scores) are imported where they are
 # used, so that what you do not use costs nothing. Colab has most of them, and
@@ -786,14 +822,15 @@ def layer_norm_equals_torch():
 
 
 # %% [markdown]
-# Why write it by hand at all? To know what it does. Now that the two are
-# shown equal, the model uses `nn.LayerNorm`, which makes one pass over
-# memory where our three lines make several.
+# **Asked often:** why write LayerNorm by hand? To know what it does: the two
+# details above are the ones that hand-written copies get wrong, and the check
+# tells. Now that the two are shown equal, the model uses `nn.LayerNorm`, which
+# makes one pass over memory where our three lines make several.
 #
 # #### Post-norm and pre-norm
 #
-# No question about this architecture is asked more often than where the norm
-# goes. The paper normalizes *after* the addition: **post-norm**. Many later
+# **Asked often:** pre-norm or post-norm, and where does a final norm come
+# from? The paper normalizes *after* the addition: **post-norm**. Many later
 # models normalize the *input* of the sub-layer and leave the sum alone:
 # **pre-norm**, `x + Sublayer(LayerNorm(x))`. Then nothing normalizes the
 # output of the last layer, so a pre-norm stack needs one final norm; a
@@ -901,8 +938,6 @@ class DecoderLayer(nn.Module):
 # A stack is N such layers, one after the other. `context` is what a layer
 # needs beside x: the mask in the encoder; the memory and two masks in the
 # decoder. Each is built anew, so each starts from its own random weights.
-# (Copying one finished layer N times, as some libraries do, gives N layers
-# that start out identical.)
 
 
 # %%
@@ -919,6 +954,30 @@ class Stack(nn.Module):
         for layer in self.layers:
             x = layer(x, *context)
         return self.norm(x)
+
+
+# %% [markdown]
+# **Asked often:** does copying a layer make N identical layers? It makes N
+# layers that *start* identical. `copy.deepcopy`, with which torch's own
+# encoder makes its layers, copies the numbers, so no weight is shared; but
+# all copies begin at one point. They soon part, since each stands at another
+# place and gets another gradient:
+
+
+# %% tags=["question"]
+@example
+def layers_made_by_copying():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+    layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).layers
+    first, second = (layer.linear1.weight for layer in layers)
+    print("one object:      ", first is second)
+    print("equal at first:  ", first.equal(second))
+    x = torch.randn(1, 5, 8)
+    layers[1](layers[0](x)).square()[..., 0].sum().backward()
+    with torch.no_grad():
+        for weight in (first, second):
+            weight -= 0.1 * weight.grad
+    print("after one update:", first.equal(second))
 
 
 # %% [markdown]
@@ -1013,8 +1072,8 @@ def attention_rows_sum_to_one():
 
 
 # %% [markdown]
-# **Why divide by √d_k?** The paper argues: if the components of q and k
-# are independent with mean 0 and variance 1, then q·k, a sum of d_k
+# **Asked often:** why divide by √d_k? The paper argues: if the components of
+# q and k are independent with mean 0 and variance 1, then q·k, a sum of d_k
 # products, has mean 0 and variance d_k. Large scores push the softmax to
 # where one weight is nearly 1 and the gradient nearly 0. It is easily
 # tried. For each d_k we draw random queries and 16 keys, and note the
@@ -1180,9 +1239,44 @@ def splitting_heads():
 
 
 # %% [markdown]
+# **Asked often:** how do the view and the transpose of the heads work, and
+# how does the mask broadcast over them? `view` (or `unflatten`) only cuts: it
+# never moves a number. So a row of D numbers must be cut into (H, K), in this
+# order, and the two axes T and H then be swapped. One `view` straight to
+# (B, H, T, K) has the right shape and the wrong numbers: its "head 0" below
+# is position 0, and its "head 1" position 1. As for the mask, an axis of size
+# 1 is repeated until it fits the scores (B, H, T, S); axes that are missing
+# in front count as 1.
+
+
+# %% tags=["question"]
+@example
+def splitting_wrongly():
+    row = torch.arange(12).view(1, 2, 6)  # (B, T, D)
+    print("view alone, head 0:\n", row.view(1, 2, 2, 3)[0, 0])
+    scores = torch.zeros(3, 8, 5, 7)  # (B, H, T, S)
+    for name, shape in (
+        ("padding", (3, 1, 1, 7)),
+        ("target", (3, 1, 5, 7)),
+        ("causal", (5, 7)),
+        ("(B, S), as tokens come", (3, 7)),
+    ):
+        try:
+            mask = torch.ones(shape, dtype=torch.bool)
+            fits = str(tuple(scores.masked_fill(~mask, 0).shape))
+        except RuntimeError:
+            fits = "an error"
+        print(f"mask {name:23} {shape!s:13} on {(3, 8, 5, 7)}: {fits}")
+
+
+# %% [markdown]
 # The paper's projections are plain matrices, so these have no bias. The
 # weights of the last call are kept for the charts, but only in evaluation
 # mode, and as they were before dropout.
+#
+# **Asked often:** why dropout on attention weights, which the paper does not
+# mention? So that no query relies on one key alone. A row that has lost a
+# weight no longer sums to 1; only its mean over many draws does.
 #
 # *Differs from the paper*: `attention_dropout` drops attention weights.
 # The paper does not mention it (its published code had it), so it is 0.
@@ -1270,6 +1364,10 @@ def attention_ignores_order():
 # | decoder self-attention | target | target | padding and future |
 # | cross-attention | target | memory | **source** padding |
 #
+# **Asked often:** which mask does cross-attention take? The source's: a mask
+# belongs to the keys, and the keys of cross-attention are the memory. No
+# future is hidden in it, for the whole source is there from the start.
+#
 # Two reasons can forbid a look. *Padding* is not text: nobody may look at
 # it, so its **columns** are masked. Its rows need no mask: what a padded
 # position computes is never looked at and never enters the loss. The
@@ -1333,6 +1431,34 @@ def masks_of_a_padded_batch():
 # for every query. In the squares, everything above the diagonal is dark
 # as well. The rows of `<pad>` are harmless, and never wholly dark.
 #
+# **Asked often:** why mask the columns of padding, and not the rows? A column
+# is a key, what is looked *at*; a row is a query, who looks. Five words,
+# alone and then with three of padding (here arbitrary numbers): how far does
+# the result of the five change?
+
+
+# %% tags=["question"]
+@example
+def rows_or_columns():
+    layer = MultiHeadAttention(Config(d_model=16, h=4)).eval()
+    x = torch.randn(1, 8, 16)  # (B, T, D), the last three are padding
+    alone = layer(x[:, :5], x[:, :5], x[:, :5])
+    real = (torch.arange(8) < 5)[None]  # (B, T)
+    for name, mask in (
+        ("nothing", None),
+        ("rows", real[:, None, :, None]),
+        ("columns", real[:, None, None, :]),
+        ("both", real[:, None, :, None] & real[:, None, None, :]),
+    ):
+        change = (layer(x, x, x, mask)[:, :5] - alone).abs().max()
+        print(f"masked: {name:8} largest change {change:.3f}")
+
+
+# %% [markdown]
+# Masking rows does nothing for the five; masking both is as good as columns,
+# and no better. (With −∞ in place of the lowest number it would be worse: a
+# row that may look nowhere gives NaN.)
+#
 # ### 3.3 Position-wise feed-forward networks
 #
 # Attention mixes positions; this part does not. One small network of two
@@ -1389,6 +1515,11 @@ def feed_forward_is_two_convolutions():
 # but one object, so that it is trained from three sides. One says that the
 # three are *tied*.
 #
+# **Asked often:** are the source, target and output embeddings really one
+# matrix? Yes, in the paper and here, and it needs one vocabulary for both
+# languages. With two vocabularies (`shared=False`), the target's embedding
+# and the output still share one. *Saved models* checks that they stay one.
+#
 # In the embedding, the row is multiplied by √D. The reason is scale. As
 # an output matrix, the rows want a length near 1, so that logits start
 # near variance 1. So we draw components with variance 1/D. As an input,
@@ -1434,6 +1565,26 @@ def scale_of_embeddings():
 
 
 # %% [markdown]
+# **Asked often:** why multiply the embeddings by √d_model, and not divide?
+# Because the rows are small already, on the output's account. The input is
+# the sum of word and position, and a position's numbers have mean square ½
+# (sin² + cos² = 1). How much of the sum is then the word's?
+
+
+# %% tags=["question"]
+@example
+def share_of_the_word():
+    table = Embedding(1000, 512)
+    for name, factor in (
+        ("times √D", table.scale),
+        ("as stored", 1),
+        ("divided by √D", 1 / table.scale),
+    ):
+        word = (table.weight * factor).square().mean().item()
+        print(f"{name:14} {word / (word + 0.5):10.4%} of the mean square")
+
+
+# %% [markdown]
 # ### 3.5 Positional encoding
 #
 # Attention knows no order (we checked), so order has to come in with the
@@ -1445,14 +1596,40 @@ def scale_of_embeddings():
 #
 # Think of the hands of many clocks. The first goes round once in 2π ≈ 6.3
 # words and tells neighbours apart. The last takes about 10,000·2π words, so
-# no sentence is long enough to see the same time twice. The 10,000 is a
-# choice: any number large enough for that would do. By hand, with D = 4:
+# no sentence is long enough to see the same time twice. By hand, with D = 4:
 # position 1 is (sin 1, cos 1, sin 0.01, cos 0.01) = (0.841, 0.540, 0.010,
 # 1.000).
 #
-# *Added*, not concatenated: that keeps the width at D, and since a linear
-# map follows anyway, the model can set dimensions aside for the position
-# if it wants to.
+# **Asked often:** why add the positions and not concatenate them, and why
+# 10000? Concatenated, word e and position p would meet a matrix next, and
+# [e; p]W = eW′ + pW″ is a sum too. Adding keeps the width at D, and the model
+# can set dimensions aside for the position if it wants to. The 10,000 is a
+# compromise, for which the paper gives no reason. Too small, and no clock is
+# slow enough to tell early from late: no linear map can read the position off
+# (below, by how many places the best one errs). Too large, and most clocks
+# hardly move: two places more than 10 apart may look alike (below, the least
+# distance of such a pair). Four clocks show it best. With more of them, a
+# wide range of bases will do; try `d_model=64`.
+
+
+# %% tags=["question"]
+@example
+def clocks_of_other_bases(d_model=8, length=1000):
+    position = torch.arange(length, dtype=torch.double)[:, None]  # (T, 1)
+    pairs = torch.arange(0, d_model, 2) / d_model  # (D/2)
+    near = (position - position.T).abs() <= 10  # (T, T)
+    for base in (1, 10, 100, 10_000, 10**6, 10**8, 10**16):
+        angle = position / float(base) ** pairs  # (T, D/2)
+        table = torch.cat([angle.sin(), angle.cos()], dim=1)  # (T, D)
+        least = torch.cdist(table, table).masked_fill(near, math.inf).min()
+        table = F.pad(table, (0, 1), value=1.0)
+        fit = torch.linalg.lstsq(table, position, driver="gelsd").solution
+        error = (table @ fit - position).square().mean().sqrt()
+        print(f"base {base:6.0e}  errs by {error:6.1f}  least {least:.3f}")
+
+
+# %% [markdown]
+# The code of the encoding is its formula:
 
 
 # %%
@@ -2057,10 +2234,11 @@ def pieces_give_the_word_back():
 # next. All T questions are asked at once; the causal mask keeps the answers
 # hidden. This is called *teacher forcing*.
 #
-# Both are cut from one row: `tgt[:, :-1]` is read, `tgt[:, 1:]` is the
-# label. In a shorter sentence the last entry is padding, not `</s>`, and
-# so `</s>` stays among the words read; but there the label is padding,
-# which the loss ignores.
+# **Asked often:** why `tgt[:, :-1]`, if with padding the last token is not
+# the end symbol? Both are cut from one row: `tgt[:, :-1]` is read,
+# `tgt[:, 1:]` is the label. In a shorter sentence the last entry is padding,
+# not `</s>`, and so `</s>` stays among the words read; but there the label is
+# padding, which the loss ignores, and no earlier place can look at it.
 
 
 # %%
@@ -2097,6 +2275,25 @@ def what_the_decoder_reads():
     for name in ("read", "labels"):
         for row in getattr(batch, name):
             print(f"{name:7}", *(f"{DIGITS[t]:>6}" for t in row))
+
+
+# %% [markdown]
+# So another word in the place of that `</s>` changes no logit that counts:
+
+
+# %% tags=["question"]
+@check
+def reading_the_end_changes_nothing():
+    """An end symbol that is read changes no logit with a real label."""
+    model = tiny_model().eval()
+    src = pad([digits("71920"), digits("44")])
+    batch = Batch(src, pad([[BOS, *row[row > PAD]] for row in src]))
+    logits = model(batch.src, batch.read)  # (B, T, V)
+    other = batch.read.where(batch.read != EOS, DIGITS.index("7"))
+    assert not other.equal(batch.read)
+    real = batch.labels != PAD
+    changed = model(batch.src, other)
+    torch.testing.assert_close(changed[real], logits[real])
 
 
 # %% [markdown]
@@ -2290,6 +2487,15 @@ def learning_rate_curves():
 
 
 # %% [markdown]
+# **Asked often:** why warm up, and how to set it for small batches? At the
+# start a post-norm model's last layers get by far the largest gradients
+# (*Post-norm against pre-norm, measured*), and Adam's running mean of squares
+# has seen too few of them to divide by. So the first steps must be small. A
+# smaller batch has a noisier gradient, and bears a lower peak. The peak is
+# factor / √(D · w): to halve it, make w four times as large or the factor
+# half. Count w in updates, not epochs, and watch the loss: one that falls
+# and then jumps back to where it began wants a lower peak or a longer w.
+#
 # **What to notice.** A longer warm-up means a lower peak, for the two
 # branches meet at n = w. Afterwards all curves of one width coincide. For
 # small batches w and the factor must be tried out: the copy task below uses w
@@ -2350,12 +2556,30 @@ def smoothed_loss(logits, labels, smoothing=0.1):
 
 
 # %% [markdown]
-# Why logarithms of probabilities, and what is the Kullback-Leibler
-# divergence that other tutorials use here? The cross-entropy is
+# **Asked often:** why log-probabilities, and what has the KL divergence to do
+# with it? The probability of a sentence is a product of many small numbers;
+# as logarithms they are a sum, which no machine rounds to 0. And
+# `log_softmax` never forms the probability itself, so that it stays exact
+# where the softmax is 0 (the cell below). As for the Kullback-Leibler
+# divergence that other tutorials use here: the cross-entropy is
 # −Σ p log q, the divergence is Σ p log p − Σ p log q. They differ by the
 # entropy of the targets p, which no weight of the model can change. So
 # their gradients are the same. We keep the cross-entropy, because without
-# smoothing it is the plain loss. A picture of five targets:
+# smoothing it is the plain loss.
+
+
+# %% tags=["question"]
+@example
+def logarithms_of_small_numbers():
+    logits = torch.tensor([200.0, 0.0])
+    print("softmax, then log", logits.softmax(-1).log().tolist())
+    print("log_softmax      ", logits.log_softmax(-1).tolist())
+    words = torch.full((60,), 1 / 14)  # a sentence of 60 even guesses
+    print(f"their product {words.prod()}, its log {words.log().sum():.1f}")
+
+
+# %% [markdown]
+# A picture of five targets:
 
 
 # %%
@@ -2510,7 +2734,8 @@ class Recipe:
 
 
 # %% [markdown]
-# **Loss per real token.** The loss of an update is the sum over its real
+# **Asked often:** how is the loss normalised when gradients are accumulated?
+# Per real token of the whole update. Its loss is the sum over its real
 # target tokens divided by their number. If 25,000 tokens do not fit into
 # memory at once, several smaller batches are run first and their
 # gradients added up, one update for all. For this *accumulation* to give
@@ -2688,6 +2913,31 @@ def progress(updates, recipe, done=0, title="training"):
 # limit, whatever else is in the batch. `<pad>`, `<s>` and `<unk>` are never
 # written.
 #
+# **Asked often:** is the decoder parallel in training and in use, and why
+# mask when it writes? In training yes: all places are computed at once. In
+# use no: word by word, for each word must be known before the next. Nothing
+# of the future is there to be hidden then; but without the mask, earlier
+# places would look at later ones, which they never did in training, and what
+# the next layer finds there would be new to it. With one layer nothing
+# changes: the newest place, which alone is asked, may look everywhere anyway.
+# (Here the weights are random.)
+
+
+# %% tags=["question"]
+@example
+def writing_without_the_causal_mask():
+    for N in (1, 2, 6):
+        model = tiny_model(N=N).eval()
+        src, tgt = torch.randint(4, 14, (2, 1, 8))
+        memory, mask = model.encode(src)
+        y = model.position(model.tgt_embedding(tgt))  # (B, T, D)
+        state = model.decoder(y, memory, mask, padding_mask(tgt))
+        logits = model.tgt_embedding.logits(state)  # (B, T, V)
+        change = (logits - model(src, tgt))[:, -1].abs().max()
+        print(f"N = {N}: logits of the next word change by {change:.3f}")
+
+
+# %% [markdown]
 # The model must be in evaluation mode. To make sure, it is put there, and
 # put back after.
 
@@ -5040,10 +5290,39 @@ def bleu_equals_sacrebleu():
 # %% [markdown]
 # BLEU is measured on what the model writes *freely*. Feeding it the true
 # words while it writes would give a much better number, and a meaningless
-# one. (And why is your BLEU not the paper's 28.4? Because that is of another
-# test set, after training on 150 times as many pairs as the captions have.
-# Scores of different test sets cannot be compared.) Perplexity, in contrast,
-# is asked with the true words before each word, and without label smoothing:
+# one.
+#
+# **Asked often:** why is my BLEU below the paper's? Its 28.4 is of another
+# test set, after training on 150 times as many pairs as the captions have,
+# with a larger model, beam search and averaged weights. Scores of different
+# test sets cannot be compared; nor can scores of one test set, if words are
+# cut or letters compared otherwise. The same output against the same
+# reference:
+
+
+# %% tags=["question"]
+@example
+def one_output_four_scores():
+    from sacrebleu.metrics import BLEU
+
+    output = "The well-known man, who was in Rome, sat in the Park."
+    reference = "The well-known man who was in Rome sat in the park."
+    for how in (
+        dict(),
+        dict(lowercase=True),
+        dict(tokenize="none"),
+        dict(tokenize="char"),
+    ):
+        metric = BLEU(force=True, **how)
+        score = metric.corpus_score([output], [[reference]]).score
+        name = "case" if not metric.lowercase else "no case"
+        words = how.get("tokenize", "13a")
+        print(f"tokens {words:5} {name:8} BLEU {score:5.1f}")
+
+
+# %% [markdown]
+# Perplexity, in contrast, is asked with the true words before each word, and
+# without label smoothing:
 
 
 # %%

@@ -107,6 +107,11 @@ SLIPS = {
         "return full.tril(1)",
         "the_future_is_hidden",
     ),
+    "the next word seen, even if it is the end": (
+        "return full.tril()",
+        "return full.tril(1)",
+        "reading_the_end_changes_nothing",
+    ),
     "padding seen": (
         "return (tokens != PAD)[:, None, None, :]",
         "return (tokens == tokens)[:, None, None, :]",

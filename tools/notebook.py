@@ -31,7 +31,7 @@ IMAGES = ROOT / "images"
 PICTURES = {"cross-attention": "cross_attention_of_a_sentence"}
 MAX_BYTES = 4_000_000
 CELL_SECONDS = 1800
-FOLDED = {"plumbing", "claim", "exercise"}  # tags of cells folded away
+FOLDED = {"plumbing", "claim", "exercise", "question"}  # folded cells' tags
 WIDGET = "application/vnd.jupyter.widget-view+json"
 CHART = "application/vnd.vegalite"
 # No versions: they would change the notebook on each reader's machine.
