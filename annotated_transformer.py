@@ -2676,6 +2676,576 @@ def divergence_has_the_same_gradient():
 
 
 # %% [markdown]
+# ## One example through everything
+#
+# *Optional.* One sentence goes through the whole model, and every number on
+# its way is printed: *Anna liebt Otto*, German for *Anna loves Otto*. The
+# model is this book's `Transformer` with D = 4, two heads, one layer in each
+# stack and F = 3. Its weights are −1, 0 and 1, so that you can do it all again
+# with a pencil; biases are 0, gains 1. They were not trained, but found by
+# trying out, and few as they are, they translate: *Otto liebt Anna* as well.
+# After each step, one number is worked by hand. What is printed is rounded,
+# but the model goes on with all digits, so your last one may differ.
+#
+# The folded cell has the weights as the paper writes them (a row times the
+# matrix), W^Q, W^K, W^V and W^O of an attention side by side.
+
+# %% tags=["plumbing"]
+HAND_WORDS = [*SPECIALS, "Anna", "liebt", "Otto", "loves"]
+HAND_WEIGHTS = {
+    "src_embedding": """
+     0  0  0  0
+     0 -1 -1 -1
+    -1 -1  1  1
+     1 -1  1 -1
+    -1  1 -1 -1
+     1  0  1 -1
+    -1  1 -1  0
+     1 -1 -1  1
+    """,
+    "encoder.layers.0.self_attention": """
+     1 -1 -1  1 |  0  1 -1  1 |  0  0 -1  1 |  0 -1  1  0
+     0 -1 -1  1 | -1  1  0  1 |  0 -1  0  1 | -1  0 -1 -1
+     0  0  0  0 | -1  0  0  0 |  1  0 -1  0 |  0  0  0  0
+     1  0  0  0 |  0  0 -1  0 |  1  0  0  0 |  1  0  0  0
+    """,
+    "encoder.layers.0.feed_forward.W_1": """
+     0  0 -1
+    -1 -1  0
+    -1  0 -1
+     0  0  0
+    """,
+    "encoder.layers.0.feed_forward.W_2": """
+    -1 -1  0 -1
+     1 -1 -1  0
+     0  0  1 -1
+    """,
+    "decoder.layers.0.self_attention": """
+     0 -1  0  0 |  0  0 -1 -1 |  0 -1  0  0 |  0  1  0  0
+     1  0  0  0 |  0  0  0  0 |  0 -1  1  0 |  0  0  1  1
+    -1  0  0  1 | -1 -1  0 -1 | -1  0  0  0 |  1  0  0  0
+     0 -1  1  0 |  0 -1  1  0 |  1  0  0 -1 |  0  0 -1  0
+    """,
+    "decoder.layers.0.cross_attention": """
+    -1  0  1  0 |  0  0  0  1 |  0  0 -1  1 |  0  1 -1  0
+    -1  0 -1  0 |  0  0  0  0 |  0  0  0  0 |  0  0  0  0
+     0  0  0  0 |  0  1  0  1 | -1  0  0 -1 | -1  0 -1  0
+     0  1  0  1 | -1  0 -1  0 |  1 -1  0  0 |  1 -1  0  1
+    """,
+    "decoder.layers.0.feed_forward.W_1": """
+     0  0  1
+    -1  1  0
+    -1  0  0
+     0 -1  0
+    """,
+    "decoder.layers.0.feed_forward.W_2": """
+     0  0  1 -1
+     1 -1  0  1
+    -1  1  0  0
+    """,
+}
+
+
+def hand_matrices(text):
+    """The matrices that stand side by side in a text."""
+    lines = [line.split("|") for line in text.strip().splitlines()]
+    return [
+        torch.tensor([[float(x) for x in row.split()] for row in rows])
+        for rows in zip(*lines)
+    ]
+
+
+def hand_model():
+    """The model of this section, whose weights are those above."""
+    sizes = dict(N=1, d_model=4, d_ff=3, h=2, dropout=0.0)
+    model = Transformer(Config(8, 8, **sizes))
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("bias"):
+                weight.zero_()
+        for name, text in HAND_WEIGHTS.items():
+            part, found = model.get_submodule(name), hand_matrices(text)
+            if isinstance(part, MultiHeadAttention):
+                maps = part.W_Q, part.W_K, part.W_V, part.W_O
+                for linear, matrix in zip(maps, found):
+                    linear.weight.copy_(matrix.T)
+            else:
+                rows = isinstance(part, Embedding)
+                part.weight.copy_(found[0] if rows else found[0].T)
+    return model.double().eval()
+
+
+# %% [markdown]
+# To see inside, a *hook* on each module notes what goes in and what comes out.
+# A module that is used twice, such as the shared embedding, has two entries.
+# `show_matrices` prints matrices side by side.
+
+# %% tags=["plumbing"]
+SRC_WORDS = ["Anna", "liebt", "Otto", "</s>"]
+TGT_WORDS = ["<s>", "Anna", "loves", "Otto", "</s>"]
+
+
+def hand_ids(words):
+    return torch.tensor([[HAND_WORDS.index(word) for word in words]])
+
+
+def recorded(model, src, tgt):
+    """The logits, and {module: [(input, output), …]} on the way there."""
+    seen, hooks = {}, []
+
+    def note(name, module, taken, given):
+        if isinstance(given, torch.Tensor):
+            if given.requires_grad:
+                given.retain_grad()
+            seen.setdefault(name, []).append((taken[0], given))
+
+    for name, module in model.named_modules():
+        hooks.append(module.register_forward_hook(partial(note, name)))
+    logits = model(src, tgt)
+    for hook in hooks:
+        hook.remove()
+    return logits, seen
+
+
+@functools.cache
+def hand_pass():
+    """The model, its logits (T, V), and what its modules took and gave."""
+    model = hand_model()
+    src, tgt = hand_ids(SRC_WORDS), hand_ids(TGT_WORDS)
+    logits, seen = recorded(model, src, tgt[:, :-1])
+    return model, logits[0], seen
+
+
+def number(x, places=3):
+    """Eight characters: a whole number, or one rounded."""
+    if float(x).is_integer():
+        return f"{x + 0.0:8.0f}"
+    return f"{round(x, places) + 0.0:8.{places}f}"
+
+
+def show_matrices(rows, columns=None, places=3, **matrices):
+    """Print matrices side by side, a word before each row."""
+    heads = [
+        name.replace("_", " ").rjust(8 * matrix.size(-1))
+        for name, matrix in matrices.items()
+    ]
+    lines = [("", heads)]
+    if columns:
+        words = "".join(word.rjust(8) for word in columns)
+        lines.append(("", [words] * len(heads)))
+    for i, word in enumerate(rows):
+        numbers = (matrix[i].tolist() for matrix in matrices.values())
+        parts = ("".join(number(x, places) for x in row) for row in numbers)
+        lines.append((word, list(parts)))
+    for word, parts in lines:
+        print(word.ljust(6) + " |".join(parts))
+
+
+# %% [markdown]
+# **Tokens and embeddings** (Section 3.4). A token's number picks its row of
+# the matrix E, and √D = 2 doubles it.
+
+
+# %%
+@example
+def step_embedding():
+    model, _, seen = hand_pass()
+    E = model.src_embedding.weight
+    show_matrices(HAND_WORDS, E=E)
+    print("source", hand_ids(SRC_WORDS)[0].tolist())
+    show_matrices(SRC_WORDS, doubled=seen["src_embedding"][0][1][0])
+
+
+# %% [markdown]
+# **Positions** (Section 3.5). By hand: *liebt* stands at position 1 (the first
+# is 0), so its first number becomes 2 + sin 1 = 2 + 0.841 = 2.841.
+
+
+# %%
+@example
+def step_position():
+    _, _, seen = hand_pass()
+    (_, x), _ = seen["position"]
+    show_matrices(SRC_WORDS, PE=positional_encoding(4, 4), x=x[0])
+
+
+# %% [markdown]
+# **Queries, keys and values** (Section 3.2.2). The first two columns of each
+# belong to head 1, the last two to head 2. By hand: the first column of W^Q
+# adds components 1 and 4 of x. So the query of *Anna* begins with −2 + (−1) =
+# −3.
+
+
+# %%
+def show_projections(name, queries, keys):
+    """Q, K and V of one attention, and the matrices that make them."""
+    _, _, seen = hand_pass()
+    given = {k: seen[f"{name}.W_{k}"][0][1][0] for k in "QKV"}
+    W_Q, W_K, W_V, W_O = hand_matrices(HAND_WEIGHTS[name])
+    show_matrices("1234", W_Q=W_Q, W_K=W_K)
+    show_matrices("1234", W_V=W_V, W_O=W_O)
+    show_matrices(queries, Q=given["Q"])
+    show_matrices(keys, K=given["K"], V=given["V"])
+
+
+@example
+def step_projections():
+    name = "encoder.layers.0.self_attention"
+    show_projections(name, SRC_WORDS, SRC_WORDS)
+
+
+# %% [markdown]
+# **Scores and weights** (Section 3.2.1). A score is the product of a query and
+# a key, divided by √d_k = √2 = 1.414. By hand, in head 1: *Anna* asks with
+# (−3, −1), and the key of *liebt* is (−2.550, 3.382). Their score is (−3 ·
+# (−2.550) − 1 · 3.382) / 1.414 = 3.018, as good as the 3.019 below. For the
+# softmax of the row, e^1.414 + e^3.019 + e^(−1.189) + e^1.392 = 28.91, and the
+# weight is e^3.019 / 28.91 = 0.708.
+
+
+# %%
+def show_weights(name, queries, keys, mask=None):
+    """Scores and weights of both heads of one attention."""
+    model, _, seen = hand_pass()
+    part = model.get_submodule(name)
+    Q, K = (part.split(seen[f"{name}.{w}"][0][1]) for w in ("W_Q", "W_K"))
+    scores = (Q @ K.transpose(-2, -1) / math.sqrt(part.d_k))[0]  # (H, T, S)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf)
+    for i in range(part.h):
+        titles = f"head_{i + 1}:_scores", "weights"
+        pair = dict(zip(titles, (scores[i], part.weights[0, i])))
+        show_matrices(queries, keys, **pair)
+
+
+@example
+def step_weights():
+    show_weights("encoder.layers.0.self_attention", SRC_WORDS, SRC_WORDS)
+
+
+# %% [markdown]
+# **Heads, W^O, residual, norm** (Sections 3.2.2 and 3.1). Each head is the
+# weighted mean of its values; the heads side by side go through W^O, x is
+# added, and each row of the sum is normalized. By hand: head 1 of *Anna*
+# begins with 0.142 · (−3) + 0.708 · 1.010 + 0.011 · (−0.980) + 0.139 · 5.030 =
+# 0.978. The norm of its sum: the mean is (1.672 + 2.022 − 0.612 − 0.590) / 4 =
+# 0.623, the variance (1.672² + 2.022² + 0.612² + 0.590²) / 4 − 0.623² = 1.514
+# (mean of the squares less square of the mean), and the first number
+# (1.672 − 0.623) / √1.514 = 0.853.
+
+
+# %%
+def show_add_and_norm(box, before, words, title):
+    """From the last linear map of a sub-layer to its norm."""
+    _, _, seen = hand_pass()
+    (taken, given), (total, normed) = seen[before][0], seen[f"{box}.norm"][0]
+    show_matrices(words, **{title: taken[0], "times_W": given[0]})
+    show_matrices(words, x_added=total[0], normalized=normed[0])
+
+
+@example
+def step_heads():
+    layer = "encoder.layers.0"
+    show_add_and_norm(f"{layer}.residuals.0", f"{layer}.self_attention.W_O",
+                      SRC_WORDS, "heads")  # fmt: skip
+
+
+# %% [markdown]
+# **Feed-forward network** (Section 3.3). Three hidden units, none below 0, and
+# again residual and norm. The last matrix is the *memory*. By hand: the second
+# hidden unit is −1 times the second component. For *liebt* that is −(−1.059) =
+# 1.059; for *Anna* it is −1.137, which the ReLU makes 0.
+
+
+# %%
+def show_feed_forward(stack, words, box):
+    """The feed-forward network of a stack's only layer."""
+    name = f"{stack}.layers.0"
+    [W_1] = hand_matrices(HAND_WEIGHTS[f"{name}.feed_forward.W_1"])
+    [W_2] = hand_matrices(HAND_WEIGHTS[f"{name}.feed_forward.W_2"])
+    show_matrices("1234", W_1=W_1)
+    show_matrices("123", W_2=W_2)
+    show_add_and_norm(f"{name}.residuals.{box}", f"{name}.feed_forward.W_2",
+                      words, "hidden")  # fmt: skip
+
+
+@example
+def step_memory():
+    show_feed_forward("encoder", SRC_WORDS, 1)
+
+
+# %% [markdown]
+# **The decoder looks back** (Section 3.2.3). It reads `<s> Anna loves Otto`.
+# All is as before, but for the mask: above the diagonal the scores are
+# replaced (shown as −∞), and the weights 0. By hand: *Anna* may look at `<s>`
+# and at itself, in head 1 with e^10.986 / (e^10.986 + e^10.939) = 0.512 and
+# the rest.
+
+
+# %%
+@example
+def step_decoder_self_attention():
+    _, _, seen = hand_pass()
+    _, (_, y) = seen["position"]
+    layer, read = "decoder.layers.0", TGT_WORDS[:-1]
+    show_matrices(read, y=y[0])
+    show_projections(f"{layer}.self_attention", read, read)
+    show_weights(f"{layer}.self_attention", read, read, causal_mask(4))
+    show_add_and_norm(f"{layer}.residuals.0", f"{layer}.self_attention.W_O",
+                      read, "heads")  # fmt: skip
+
+
+# %% [markdown]
+# **Cross-attention.** Queries from the decoder, keys and values from the
+# memory. Now a row is a target word, a column a source word. By hand: in head
+# 2 `<s>` asks with (−1.206, 0.905), the key of `</s>` is (−1.053, 0.421), and
+# their score (−1.206 · (−1.053) + 0.905 · 0.421) / 1.414 = 1.168.
+
+
+# %%
+@example
+def step_cross_attention():
+    layer, read = "decoder.layers.0", TGT_WORDS[:-1]
+    show_projections(f"{layer}.cross_attention", read, SRC_WORDS)
+    show_weights(f"{layer}.cross_attention", read, SRC_WORDS)
+    show_add_and_norm(f"{layer}.residuals.1", f"{layer}.cross_attention.W_O",
+                      read, "heads")  # fmt: skip
+
+
+# %% [markdown]
+# **The decoder's feed-forward network** gives the *states*. By hand: in the
+# row of `<s>`, the first number of the sum is 0.398 − 0.398 = 0.
+
+
+# %%
+@example
+def step_states():
+    show_feed_forward("decoder", TGT_WORDS[:-1], 2)
+
+
+# %% [markdown]
+# **Logits, softmax, loss** (Sections 3.4 and 5.4). A logit is the product of a
+# state and a row of E, the softmax makes probabilities of them, and the
+# targets are smoothed: 0.1 / 8 = 0.0125 for each word, and 0.9 more for the
+# right one. By hand: the state of `<s>` is (0.000, 1.592, −0.480, −1.112), the
+# row of *Anna* (−1, 1, −1, −1), so the logit is 1.592 + 0.480 + 1.112 = 3.184.
+# Its probability is 0.661, and the loss unsmoothed would be −ln 0.661 = 0.414.
+
+
+# %%
+def hand_loss(model):
+    """The loss of the sentence, per real token."""
+    src, tgt = hand_ids(SRC_WORDS), hand_ids(TGT_WORDS)
+    logits = model(src, tgt[:, :-1])[0]  # (T, V)
+    return smoothed_loss(logits, tgt[0, 1:]) / 4
+
+
+@example
+def step_loss():
+    model, logits, _ = hand_pass()
+    read, labels = TGT_WORDS[:-1], hand_ids(TGT_WORDS)[0, 1:]
+    p, y = logits.softmax(-1), smoothed_targets(labels, 8).double()
+    show_matrices(read, HAND_WORDS, logits=logits)
+    show_matrices(read, HAND_WORDS, p=p)
+    show_matrices(read, HAND_WORDS, 4, y=y)
+    for word, row in zip(TGT_WORDS[1:], -(y * p.log()).sum(-1)):
+        print(f"loss of {word:6}{row:.3f}")
+    print(f"mean {hand_loss(model):.4f}")
+
+
+# %% [markdown]
+# **Back to one gradient.** How does the loss change with one weight? Take W_2
+# of the decoder, and in it the weight from hidden unit 1 to dimension 3. That
+# unit is awake (not 0) in one row only, that of `<s>`: so one term is all.
+# Three steps lead back to it.
+#
+# 1. From the loss to the logits: (p − y) / 4, for the loss is the mean of four
+#    rows. From a logit to the state: it was a product with a row of E. So the
+#    gradient at a state is the sum of E's rows, weighted by these differences.
+# 2. From the norm's result back to its sum s. Write n for the result, g for
+#    the gradient at it, and σ for the root of the variance. Since mean and
+#    variance depend on s too, the gradient at s is (g − mean(g) − n · mean(g ⊙
+#    n)) / σ.
+# 3. From the sum to the weight: hidden unit times gradient at s, added up over
+#    the rows.
+
+
+# %%
+def through_norm(g, s):
+    """The gradient at a norm's input s (T, D), from g at its result."""
+    root = (s.var(-1, unbiased=False, keepdim=True) + 1e-5).sqrt()
+    n = (s - s.mean(-1, keepdim=True)) / root  # (T, D)
+    pull = (g * n).mean(-1, keepdim=True)
+    return (g - g.mean(-1, keepdim=True) - n * pull) / root
+
+
+def gradient_by_hand(unit, dimension):
+    """dL/dW_2[unit, dimension] of the decoder, and the steps to it."""
+    model, logits, seen = hand_pass()
+    labels = hand_ids(TGT_WORDS)[0, 1:]
+    error = (logits.softmax(-1) - smoothed_targets(labels, 8)) / 4  # (T, V)
+    at_state = error @ model.tgt_embedding.weight  # (T, D)
+    [(s, _)] = seen["decoder.layers.0.residuals.2.norm"]
+    at_sum = through_norm(at_state, s[0])  # (T, D)
+    [(hidden, _)] = seen["decoder.layers.0.feed_forward.W_2"]
+    terms = hidden[0, :, unit] * at_sum[:, dimension]  # (T,)
+    return terms.sum(), terms, error, at_state, at_sum
+
+
+# %% [markdown]
+# By hand, in the row of `<s>`. (1) At *Anna* the difference is (0.661 −
+# 0.9125) / 4 = −0.0629, and all eight give the third number at the state:
+# −0.0037 − 0.0028 − 0.0005 + 0.0628 + 0.0098 − 0.0513 + 0.0024 = 0.0167. (2)
+# The mean of g is (0.0212 − 0.0095 + 0.0166 + 0.0446) / 4 = 0.0182, that of g
+# ⊙ n is (−0.0095 · 1.592 + 0.0166 · (−0.480) + 0.0446 · (−1.112)) / 4 =
+# −0.0182, and σ is √((0.569² + 0.172² + 0.398²) / 4) = 0.358, as the mean of s
+# is nearly 0. So at the sum it is (0.0166 − 0.0182 − 0.480 · 0.0182) / 0.358 =
+# −0.0289. (3) The hidden unit is 1.464, and 1.464 · (−0.0290) = −0.0425. It is
+# negative: the loss falls when this weight grows. The last line shows it
+# without any calculus, as the change of the loss when the weight grows by
+# 0.00001, divided by that.
+
+
+# %%
+@example
+def step_gradient(unit=0, dimension=2):
+    with torch.no_grad():
+        ours, terms, error, state, total = gradient_by_hand(unit, dimension)
+        read = TGT_WORDS[:-1]
+        show_matrices(read, HAND_WORDS, 4, differences=error)
+        show_matrices(read, None, 4, at_state=state, at_sum=total)
+        show_matrices(read, None, 4, term=terms[:, None])
+    model = hand_model()
+    weight = model.decoder.layers[0].feed_forward.W_2.weight  # (D, F)
+    loss = hand_loss(model)
+    (gradient,) = torch.autograd.grad(loss, weight)
+    print(f"by hand  {ours:.4f}")
+    print(f"autograd {gradient[dimension, unit]:.4f}")
+    with torch.no_grad():
+        weight[dimension, unit] += 1e-5
+        print(f"slope    {(hand_loss(model) - loss) / 1e-5:.4f}")
+
+
+# %% [markdown]
+# Does it translate? Its likeliest words, for this sentence and for the other:
+
+
+# %%
+@example
+def step_words():
+    model = hand_model()
+    for one, other in (("Anna", "Otto"), ("Otto", "Anna")):
+        src = hand_ids([one, "liebt", other, "</s>"])
+        read = hand_ids(["<s>", one, "loves", other])
+        best = model(src, read)[0].argmax(-1)  # (T,)
+        print(one, "liebt", other, "->", *(HAND_WORDS[i] for i in best))
+
+
+# %% [markdown]
+# The check takes every entry of W_2 by hand, and compares with autograd:
+
+
+# %%
+@check
+def gradient_by_hand_is_autograds():
+    """Three steps of the chain rule give autograd's gradient of W_2."""
+    model = hand_model()
+    weight = model.decoder.layers[0].feed_forward.W_2.weight  # (D, F)
+    (wanted,) = torch.autograd.grad(hand_loss(model), weight)
+    for dimension, unit in itertools.product(range(4), range(3)):
+        ours = gradient_by_hand(unit, dimension)[0]
+        torch.testing.assert_close(ours, wanted[dimension, unit])
+
+
+# %% [markdown]
+# And the whole way once more as on paper, which is to say with nothing but
+# lists and numbers, and none of the book's classes.
+
+# %% tags=["plumbing"]
+
+
+def row_times(row, matrix):
+    return [sum(x * w for x, w in zip(row, col)) for col in zip(*matrix)]
+
+
+def add_and_norm(row, other):
+    total = [x + y for x, y in zip(row, other)]
+    mean = sum(total) / 4
+    variance = sum((x - mean) ** 2 for x in total) / 4
+    return [(x - mean) / math.sqrt(variance + 1e-5) for x in total]
+
+
+def paper_attention(name, rows, memory=None):
+    """Attention of rows at the memory, or at themselves (decoder: back)."""
+    W_Q, W_K, W_V, W_O = hand_matrices(HAND_WEIGHTS[name])
+    causal = name.startswith("decoder") and memory is None
+    keys = [row_times(row, W_K) for row in memory or rows]
+    values = [row_times(row, W_V) for row in memory or rows]
+    results = []
+    for t, row in enumerate(rows):
+        query, heads = row_times(row, W_Q), []
+        for a, b in ((0, 1), (2, 3)):
+            shares = [
+                math.exp((query[a] * k[a] + query[b] * k[b]) / math.sqrt(2))
+                for k in (keys[: t + 1] if causal else keys)
+            ]
+            for j in (a, b):
+                mean = sum(p * v[j] for p, v in zip(shares, values))
+                heads.append(mean / sum(shares))
+        results.append(add_and_norm(row, row_times(heads, W_O)))
+    return results
+
+
+def paper_network(name, rows):
+    """The feed-forward network of all rows, residual and norm."""
+    [W_1] = hand_matrices(HAND_WEIGHTS[f"{name}.W_1"])
+    [W_2] = hand_matrices(HAND_WEIGHTS[f"{name}.W_2"])
+    hidden = ([max(0, z) for z in row_times(row, W_1)] for row in rows)
+    return [add_and_norm(r, row_times(z, W_2)) for r, z in zip(rows, hidden)]
+
+
+def paper_input(words):
+    """Embedding times 2, and the position."""
+    [E] = hand_matrices(HAND_WEIGHTS["src_embedding"])
+    rows = []
+    for pos, word in enumerate(words):
+        wave = [f(pos / c) for c in (1, 100) for f in (math.sin, math.cos)]
+        row = E[HAND_WORDS.index(word)]
+        rows.append([2 * e + w for e, w in zip(row.tolist(), wave)])
+    return rows
+
+
+# %% [markdown]
+# Memory and loss must be the model's:
+
+
+# %%
+@check
+def paper_gives_the_same():
+    """Lists and numbers alone give the model's memory and loss."""
+    encoder, decoder = "encoder.layers.0", "decoder.layers.0"
+    x = paper_attention(f"{encoder}.self_attention", paper_input(SRC_WORDS))
+    memory = paper_network(f"{encoder}.feed_forward", x)
+    y = paper_attention(
+        f"{decoder}.self_attention", paper_input(TGT_WORDS[:-1])
+    )
+    y = paper_attention(f"{decoder}.cross_attention", y, memory)
+    loss, [E] = 0, hand_matrices(HAND_WEIGHTS["src_embedding"])
+    states = paper_network(f"{decoder}.feed_forward", y)
+    for state, label in zip(states, TGT_WORDS[1:]):
+        logits = row_times(state, E.T)
+        total = math.log(sum(math.exp(z) for z in logits))
+        for word, z in zip(HAND_WORDS, logits):
+            target = 0.1 / 8 + 0.9 * (word == label)
+            loss -= target * (z - total) / 4
+    model = hand_model()
+    theirs, _ = model.encode(hand_ids(SRC_WORDS))
+    memory = torch.tensor(memory, dtype=torch.double)
+    torch.testing.assert_close(memory, theirs[0], rtol=1e-5, atol=1e-5)
+    assert math.isclose(loss, hand_loss(model).item(), rel_tol=1e-5)
+
+
+# %% [markdown]
 # ## The training loop
 #
 # The settings of a run stand in one place, with the paper's numbers as

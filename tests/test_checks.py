@@ -207,6 +207,21 @@ SLIPS = {
         "            pass\n        return HalfProduct",
         "half_products_are_close",
     ),
+    "a norm whose variance is a constant": (
+        "pull = (g * n).mean(-1, keepdim=True)",
+        "pull = 0",
+        "gradient_by_hand_is_autograds",
+    ),
+    "words multiplied by D, not its root": (
+        "return F.embedding(tokens, self.weight) * self.scale",
+        "return F.embedding(tokens, self.weight) * self.scale**2",
+        "paper_gives_the_same",
+    ),
+    "positions that begin with 1": (
+        "return self.drop(x + self.table[start:end])",
+        "return self.drop(x + self.table[start + 1 : end + 1])",
+        "paper_gives_the_same",
+    ),
     "a rate that lags by one": (
         "recipe.rate(step, model",
         "recipe.rate(max(step - 1, 1), model",
