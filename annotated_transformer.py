@@ -2795,8 +2795,6 @@ def recorded(model, src, tgt):
 
     def note(name, module, taken, given):
         if isinstance(given, torch.Tensor):
-            if given.requires_grad:
-                given.retain_grad()
             seen.setdefault(name, []).append((taken[0], given))
 
     for name, module in model.named_modules():
@@ -10086,6 +10084,145 @@ def main(argv):
         tell(words)
     return status
 
+
+# %% [markdown]
+# ## Notation and glossary
+#
+# ### Notation
+#
+# The paper's symbols and ours, and where in the code they live: `f(x)` is the
+# variable x of the function f. Matrices are as in the paper, where a row is
+# multiplied from the left; `nn.Linear` keeps them transposed. A number has
+# the shape (). K, V, W, F, b and ε have two meanings each, which the place
+# tells apart.
+#
+# | symbol | meaning | shape | in the code | where |
+# |---|---|---|---|---|
+# | N | layers in a stack | () | `Config.N` | Section 3.1 |
+# | d_model, D | width of the model | () | `Config.d_model` | Section 3.1 |
+# | h, H | heads | () | `Config.h` | Section 3.2.2 |
+# | d_k, d_v, K | width of one head | () | `Config.d_k` | Section 3.2.2 |
+# | d_ff, F | width of the hidden layer | () | `Config.d_ff` | Section 3.3 |
+# | V | words in the vocabulary | () | `Config.tgt_vocab` | Section 3.4 |
+# | P_drop | rate of dropout | () | `Config.dropout` | Section 5.4 |
+# | x | encoder's input | (B, S, D) | `Transformer.encode(x)` | Section 3.1 |
+# | y | decoder's input | (B, T, D) | `Transformer.decode(y)` | Section 3.1 |
+# | μ, σ² | mean, variance | (B, T, 1) | `layer_norm(mean)` | Section 3.1 |
+# | g, b | gain and bias of a norm | (D,) | `layer_norm(gain)` | Section 3.1 |
+# | ε | of a norm: 10⁻⁵ | () | `layer_norm(eps)` | Section 3.1 |
+# | Q | queries, head by head | (B, H, T, K) | `attention(Q)` | Section 3.2.1 |
+# | K | keys | (B, H, S, K) | `attention(K)` | Section 3.2.1 |
+# | V | values | (B, H, S, K) | `attention(V)` | Section 3.2.1 |
+# | scores | QKᵀ / √d_k | (B, H, T, S) | `attention(scores)` | Section 3.2.1 |
+# | weights | softmax | (B, H, T, S) | `attention(weights)` | Section 3.2.1 |
+# | W^Q | makes queries | (D, D) | `MultiHeadAttention.W_Q` | Section 3.2.2 |
+# | W^K | makes keys | (D, D) | `MultiHeadAttention.W_K` | Section 3.2.2 |
+# | W^V | makes values | (D, D) | `MultiHeadAttention.W_V` | Section 3.2.2 |
+# | W^O | joins the heads | (D, D) | `MultiHeadAttention.W_O` | Section 3.2.2 |
+# | mask | True: may attend | (B, 1, 1, S) | `padding_mask` | Section 3.2.3 |
+# | mask | the target's | (B, 1, T, T) | `target_mask` | Section 3.2.3 |
+# | W_1 | into the hidden layer | (D, F) | `FeedForward.W_1` | Section 3.3 |
+# | W_2 | out of it | (F, D) | `FeedForward.W_2` | Section 3.3 |
+# | b_1, b_2 | their biases | (F,) | `FeedForward.W_1.bias` | Section 3.3 |
+# | E | the embedding | (V, D) | `Embedding.weight` | Section 3.4 |
+# | PE | position's code | (T, D) | `positional_encoding` | Section 3.5 |
+# | pos | from 0 on | (T, 1) | `positional_encoding(position)` | Section 3.5 |
+# | 2i | even numbers | (D/2,) | `positional_encoding(pairs)` | Section 3.5 |
+# | src | source tokens | (B, S) | `Batch.src` | Section 5.1 |
+# | tgt | target tokens, both ends | (B, T+1) | `Batch.tgt` | Section 5.1 |
+# | β₁, β₂ | Adam's 0.9 and 0.98 | 2 numbers | `adam(betas)` | Section 5.3 |
+# | ε | Adam's 10⁻⁹ | () | `adam` | Section 5.3 |
+# | step_num, n | this update | () | `learning_rate(n)` | Section 5.3 |
+# | warmup_steps, w | warm-up | () | `learning_rate(warmup)` | Section 5.3 |
+# | lrate | learning rate | () | `learning_rate` | Section 5.3 |
+# | ε_ls | label smoothing | () | `smoothed_loss(smoothing)` | Section 5.4 |
+# | targets | smoothed | (R, V) | `smoothed_targets` | Section 5.4 |
+# | logits | before softmax | (R, V) | `smoothed_loss(logits)` | Section 5.4 |
+# | α | power in lp | () | `length_penalty(alpha)` | Section 6.1 |
+# | \|Y\| | words written | () | `length_penalty(length)` | Section 6.1 |
+# | lp | the length penalty | () | `length_penalty` | Section 6.1 |
+# | W | width of the beam | () | `beam_search(width)` | Section 6.1 |
+#
+# ### Glossary
+#
+# In brackets, the section that brings the word.
+#
+# * **accumulation**: adding up the gradients of several batches for one update
+#   (*The training loop*).
+# * **attention**: a mean of values, weighted by how well a query fits each key
+#   (*3.2 Attention*).
+# * **batch**: sentences that go through the model together (*The task we use
+#   throughout*).
+# * **beam**: the beginnings that a search keeps at each step (*6.1 Beam
+#   search*).
+# * **BLEU**: a score of translations, from the runs of words they share with a
+#   reference (*How good is it? BLEU*).
+# * **byte-pair encoding**: cutting words into pieces, found by joining
+#   frequent pairs (*Byte-pair encoding*).
+# * **causal mask**: hides what is later than the query (*3.2.3 Three uses, two
+#   masks*).
+# * **checkpoint**: the weights at one moment of training, kept (*6.1 Averaging
+#   checkpoints*).
+# * **cross-attention**: attention of the decoder at the memory (*3.2.3 Three
+#   uses, two masks*).
+# * **cross-entropy**: the mean of −ln of the probability of the right word
+#   (*The full model*).
+# * **decoder**: the stack that reads the target so far and the memory (*3 The
+#   model*).
+# * **dropout**: numbers set to 0 at random in training (*Post-norm and
+#   pre-norm*).
+# * **embedding**: the row of a matrix that stands for a token (*3.4 Embeddings
+#   and softmax*).
+# * **encoder**: the stack that reads the source (*3 The model*).
+# * **epoch**: one pass through all pairs (*Batches*).
+# * **greedy**: taking the likeliest word, one after the other (*Greedy
+#   decoding*).
+# * **head**: one of several attentions side by side (*3.2.2 Multi-head
+#   attention*).
+# * **hypothesis**: a finished translation that competes with others (*6.1 Beam
+#   search*).
+# * **key**: the vector by which a position is found (*3.2 Attention*).
+# * **KV cache**: keys and values kept from word to word (*A cache of keys and
+#   values*).
+# * **label**: the word that should come next (*Batches*).
+# * **label smoothing**: asking for a little less than certainty (*5.4
+#   Regularization*).
+# * **layer normalization**: mean 0 and variance 1 for each position by itself
+#   (*3.1 Encoder and decoder stacks*).
+# * **logit**: the score of a word, before the softmax (*3.4 Embeddings and
+#   softmax*).
+# * **memory**: what the encoder gives the decoder: one vector for each source
+#   token (*3 The model*).
+# * **n-gram**: a run of n words (*How good is it? BLEU*).
+# * **padding**: what fills up the shorter sentences of a batch (*The task we
+#   use throughout*).
+# * **perplexity**: e to the mean loss: among how many words the model
+#   hesitates (*5.4 Regularization*).
+# * **post-norm**: the norm after the sum, as in the paper (*Post-norm and
+#   pre-norm*).
+# * **pre-norm**: the norm before the sub-layer (*Post-norm and pre-norm*).
+# * **query**: the vector with which a position asks (*3.2 Attention*).
+# * **residual connection**: a sub-layer's input, added to its output (*3.1
+#   Encoder and decoder stacks*).
+# * **self-attention**: attention within one sentence (*3.2.3 Three uses, two
+#   masks*).
+# * **softmax**: e to the power of each score, divided by the sum of all
+#   (*3.2.1 Scaled dot-product attention*).
+# * **state**: what the decoder gives for one place, from which logits come
+#   (*The full model*).
+# * **sub-layer**: attention or feed-forward network, with residual and norm
+#   (*3 The model*).
+# * **teacher forcing**: training on the true words before each, not on its own
+#   (*Batches*).
+# * **tied**: said of embeddings that are one matrix (*3.4 Embeddings and
+#   softmax*).
+# * **token**: a word, or a piece of one, and its number (*Start here*).
+# * **update**: one step of the optimizer (*5.3 Optimizer*).
+# * **value**: the vector that a position contributes (*3.2 Attention*).
+# * **vocabulary**: the tokens and their numbers (*The task we use
+#   throughout*).
+# * **warm-up**: the updates in which the learning rate rises (*5.3
+#   Optimizer*).
 
 # %% [markdown]
 # ## Close
