@@ -82,7 +82,8 @@
 # N is the number of layers. K and V are also the keys and values, as in the
 # paper, and `F` is also `torch.nn.functional`, as everywhere.
 #
-# Masks are boolean, and **True means "may attend"**, everywhere.
+# Masks are boolean, and **True means "may attend"**, everywhere. All symbols
+# and terms stand in *Notation and glossary*, near the end.
 
 # %% [markdown]
 # <details>
@@ -2814,7 +2815,7 @@ def hand_pass():
     return model, logits[0], seen
 
 
-def number(x, places=3):
+def eight_wide(x, places=3):
     """Eight characters: a whole number, or one rounded."""
     if float(x).is_integer():
         return f"{x + 0.0:8.0f}"
@@ -2833,7 +2834,9 @@ def show_matrices(rows, columns=None, places=3, **matrices):
         lines.append(("", [words] * len(heads)))
     for i, word in enumerate(rows):
         numbers = (matrix[i].tolist() for matrix in matrices.values())
-        parts = ("".join(number(x, places) for x in row) for row in numbers)
+        parts = (
+            "".join(eight_wide(x, places) for x in row) for row in numbers
+        )
         lines.append((word, list(parts)))
     for word, parts in lines:
         print(word.ljust(6) + " |".join(parts))
@@ -2922,6 +2925,9 @@ def step_weights():
 
 
 # %% [markdown]
+# **What to notice.** Where scores lie 10 or more apart, the choice is hard:
+# whole numbers are large weights for so small a model.
+#
 # **Heads, W^O, residual, norm** (Sections 3.2.2 and 3.1). Each head is the
 # weighted mean of its values; the heads side by side go through W^O, x is
 # added, and each row of the sum is normalized. By hand: head 1 of *Anna*
@@ -5875,17 +5881,13 @@ def one_output_four_scores():
 
     output = "The well-known man, who was in Rome, sat in the Park."
     reference = "The well-known man who was in Rome sat in the park."
-    for how in (
-        dict(),
-        dict(lowercase=True),
-        dict(tokenize="none"),
-        dict(tokenize="char"),
-    ):
-        metric = BLEU(force=True, **how)
+    for tokens, lowercase in (
+        ("13a", False), ("13a", True), ("none", False), ("char", False),
+    ):  # fmt: skip
+        metric = BLEU(lowercase=lowercase, tokenize=tokens, force=True)
         score = metric.corpus_score([output], [[reference]]).score
-        name = "case" if not metric.lowercase else "no case"
-        words = how.get("tokenize", "13a")
-        print(f"tokens {words:5} {name:8} BLEU {score:5.1f}")
+        case = "any case" if lowercase else "its case"
+        print(f"tokens {tokens:5} {case}  BLEU {score:4.1f}")
 
 
 # %% [markdown]
