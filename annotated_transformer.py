@@ -2689,7 +2689,7 @@ def divergence_has_the_same_gradient():
 # but the model goes on with all digits, so your last one may differ.
 #
 # The folded cell has the weights as the paper writes them (a row times the
-# matrix), W^Q, W^K, W^V and W^O of an attention side by side.
+# matrix), $W^Q$, $W^K$, $W^V$ and $W^O$ of an attention side by side.
 
 # %% tags=["plumbing"]
 HAND_WORDS = [*SPECIALS, "Anna", "liebt", "Otto", "loves"]
@@ -2858,8 +2858,10 @@ def step_embedding():
 
 
 # %% [markdown]
-# **Positions** (Section 3.5). By hand: *liebt* stands at position 1 (the first
-# is 0), so its first number becomes 2 + sin 1 = 2 + 0.841 = 2.841.
+# **Positions** (Section 3.5).
+#
+# By hand: *liebt* stands at position 1 (the first is 0), so its first number
+# becomes 2 + sin 1 = 2 + 0.841 = 2.841.
 
 
 # %%
@@ -2872,9 +2874,10 @@ def step_position():
 
 # %% [markdown]
 # **Queries, keys and values** (Section 3.2.2). The first two columns of each
-# belong to head 1, the last two to head 2. By hand: the first column of W^Q
-# adds components 1 and 4 of x. So the query of *Anna* begins with −2 + (−1) =
-# −3.
+# belong to head 1, the last two to head 2.
+#
+# By hand: the first column of $W^Q$ adds components 1 and 4 of x. So the query
+# of *Anna* begins with −2 + (−1) = −3.
 
 
 # %%
@@ -2897,11 +2900,15 @@ def step_projections():
 
 # %% [markdown]
 # **Scores and weights** (Section 3.2.1). A score is the product of a query and
-# a key, divided by √d_k = √2 = 1.414. By hand, in head 1: *Anna* asks with
-# (−3, −1), and the key of *liebt* is (−2.550, 3.382). Their score is (−3 ·
-# (−2.550) − 1 · 3.382) / 1.414 = 3.018, as good as the 3.019 below. For the
-# softmax of the row, e^1.414 + e^3.019 + e^(−1.189) + e^1.392 = 28.91, and the
-# weight is e^3.019 / 28.91 = 0.708.
+# a key, divided by √d_k = √2 = 1.414.
+#
+# By hand, in head 1: *Anna* asks with (−3, −1), the key of *liebt* is (−2.550,
+# 3.382).
+#
+# * Their score is (−3 · (−2.550) − 1 · 3.382) / 1.414 = 3.018.
+# * The softmax of the row needs exp(1.414) + exp(3.019) + exp(−1.189) +
+#   exp(1.392) = 28.91.
+# * The weight is exp(3.019) / 28.91 = 0.708.
 
 
 # %%
@@ -2928,14 +2935,18 @@ def step_weights():
 # **What to notice.** Where scores lie 10 or more apart, the choice is hard:
 # whole numbers are large weights for so small a model.
 #
-# **Heads, W^O, residual, norm** (Sections 3.2.2 and 3.1). Each head is the
-# weighted mean of its values; the heads side by side go through W^O, x is
-# added, and each row of the sum is normalized. By hand: head 1 of *Anna*
-# begins with 0.142 · (−3) + 0.708 · 1.010 + 0.011 · (−0.980) + 0.139 · 5.030 =
-# 0.978. The norm of its sum: the mean is (1.672 + 2.022 − 0.612 − 0.590) / 4 =
-# 0.623, the variance (1.672² + 2.022² + 0.612² + 0.590²) / 4 − 0.623² = 1.514
-# (mean of the squares less square of the mean), and the first number
-# (1.672 − 0.623) / √1.514 = 0.853.
+# **Heads, residual, norm** (Sections 3.2.2 and 3.1). Each head is the weighted
+# mean of its values; the heads side by side go through $W^O$, x is added, and
+# each row of the sum is normalized.
+#
+# By hand, for *Anna*:
+#
+# * Head 1 begins with
+#   0.142 · (−3) + 0.708 · 1.010 + 0.011 · (−0.980) + 0.139 · 5.030 = 0.978.
+# * The mean of the sum is (1.672 + 2.022 − 0.612 − 0.590) / 4 = 0.623.
+# * The variance is the mean of the squares less the square of the mean:
+#   (1.672² + 2.022² + 0.612² + 0.590²) / 4 − 0.623² = 1.514.
+# * The first number is (1.672 − 0.623) / √1.514 = 0.853.
 
 
 # %%
@@ -2956,9 +2967,10 @@ def step_heads():
 
 # %% [markdown]
 # **Feed-forward network** (Section 3.3). Three hidden units, none below 0, and
-# again residual and norm. The last matrix is the *memory*. By hand: the second
-# hidden unit is −1 times the second component. For *liebt* that is −(−1.059) =
-# 1.059; for *Anna* it is −1.137, which the ReLU makes 0.
+# again residual and norm. The last matrix is the *memory*.
+#
+# By hand: the second hidden unit is −1 times the second component. For *liebt*
+# that is −(−1.059) = 1.059; for *Anna* it is −1.137, which the ReLU makes 0.
 
 
 # %%
@@ -2981,9 +2993,10 @@ def step_memory():
 # %% [markdown]
 # **The decoder looks back** (Section 3.2.3). It reads `<s> Anna loves Otto`.
 # All is as before, but for the mask: above the diagonal the scores are
-# replaced (shown as −∞), and the weights 0. By hand: *Anna* may look at `<s>`
-# and at itself, in head 1 with e^10.986 / (e^10.986 + e^10.939) = 0.512 and
-# the rest.
+# replaced (shown as −∞), and the weights 0.
+#
+# By hand: *Anna* may look at `<s>` and at itself, in head 1 with
+# exp(10.986) / (exp(10.986) + exp(10.939)) = 0.512 and the rest.
 
 
 # %%
@@ -3001,9 +3014,11 @@ def step_decoder_self_attention():
 
 # %% [markdown]
 # **Cross-attention.** Queries from the decoder, keys and values from the
-# memory. Now a row is a target word, a column a source word. By hand: in head
-# 2 `<s>` asks with (−1.206, 0.905), the key of `</s>` is (−1.053, 0.421), and
-# their score (−1.206 · (−1.053) + 0.905 · 0.421) / 1.414 = 1.168.
+# memory. Now a row is a target word, a column a source word.
+#
+# By hand: in head 2 `<s>` asks with (−1.206, 0.905), the key of `</s>` is
+# (−1.053, 0.421), and their score
+# (−1.206 · (−1.053) + 0.905 · 0.421) / 1.414 = 1.168.
 
 
 # %%
@@ -3017,8 +3032,10 @@ def step_cross_attention():
 
 
 # %% [markdown]
-# **The decoder's feed-forward network** gives the *states*. By hand: in the
-# row of `<s>`, the first number of the sum is 0.398 − 0.398 = 0.
+# **The decoder's feed-forward network** gives the *states*.
+#
+# By hand: in the row of `<s>`, the first number of the sum is 0.398 − 0.398 =
+# 0.
 
 
 # %%
@@ -3029,11 +3046,13 @@ def step_states():
 
 # %% [markdown]
 # **Logits, softmax, loss** (Sections 3.4 and 5.4). A logit is the product of a
-# state and a row of E, the softmax makes probabilities of them, and the
-# targets are smoothed: 0.1 / 8 = 0.0125 for each word, and 0.9 more for the
-# right one. By hand: the state of `<s>` is (0.000, 1.592, −0.480, −1.112), the
-# row of *Anna* (−1, 1, −1, −1), so the logit is 1.592 + 0.480 + 1.112 = 3.184.
-# Its probability is 0.661, and the loss unsmoothed would be −ln 0.661 = 0.414.
+# state and a row of E, the softmax makes probabilities p of them, and the
+# targets y are smoothed: 0.1 / 8 = 0.0125 for each word, and 0.9 more for the
+# right one.
+#
+# By hand: the state of `<s>` is (0.000, 1.592, −0.480, −1.112), the row of
+# *Anna* (−1, 1, −1, −1), so the logit is 1.592 + 0.480 + 1.112 = 3.184. Its
+# probability is 0.661, and the loss unsmoothed would be −ln 0.661 = 0.414.
 
 
 # %%
@@ -3097,16 +3116,21 @@ def gradient_by_hand(unit, dimension):
 
 
 # %% [markdown]
-# By hand, in the row of `<s>`. (1) At *Anna* the difference is (0.661 −
-# 0.9125) / 4 = −0.0629, and all eight give the third number at the state:
-# −0.0037 − 0.0028 − 0.0005 + 0.0628 + 0.0098 − 0.0513 + 0.0024 = 0.0167. (2)
-# The mean of g is (0.0212 − 0.0095 + 0.0166 + 0.0446) / 4 = 0.0182, that of g
-# ⊙ n is (−0.0095 · 1.592 + 0.0166 · (−0.480) + 0.0446 · (−1.112)) / 4 =
-# −0.0182, and σ is √((0.569² + 0.172² + 0.398²) / 4) = 0.358, as the mean of s
-# is nearly 0. So at the sum it is (0.0166 − 0.0182 − 0.480 · 0.0182) / 0.358 =
-# −0.0289. (3) The hidden unit is 1.464, and 1.464 · (−0.0290) = −0.0425. It is
-# negative: the loss falls when this weight grows. The last line shows it
-# without any calculus, as the change of the loss when the weight grows by
+# By hand, in the row of `<s>`:
+#
+# 1. At *Anna* the difference is (0.661 − 0.9125) / 4 = −0.0629. All eight give
+#    the third number at the state: −0.0037 − 0.0028 − 0.0005 + 0.0628 + 0.0098
+#    − 0.0513 + 0.0024 = 0.0167.
+# 2. The mean of g is (0.0212 − 0.0095 + 0.0166 + 0.0446) / 4 = 0.0182, that of
+#    g ⊙ n is (−0.0095 · 1.592 + 0.0166 · (−0.480) + 0.0446 · (−1.112)) / 4 =
+#    −0.0182, and σ is √((0.569² + 0.172² + 0.398²) / 4) = 0.358, for the mean
+#    of s is nearly 0. At the sum this makes
+#    (0.0166 − 0.0182 − 0.480 · 0.0182) / 0.358 = −0.0289.
+# 3. The hidden unit is 1.464; times the printed −0.0290, that is
+#    1.464 · (−0.0290) = −0.0425.
+#
+# It is negative: the loss falls when this weight grows. The last line shows
+# that without any calculus, as the change of the loss when the weight grows by
 # 0.00001, divided by that.
 
 
@@ -10117,10 +10141,10 @@ def main(argv):
 # | V | values | (B, H, S, K) | `attention(V)` | Section 3.2.1 |
 # | scores | QKᵀ / √d_k | (B, H, T, S) | `attention(scores)` | Section 3.2.1 |
 # | weights | softmax | (B, H, T, S) | `attention(weights)` | Section 3.2.1 |
-# | W^Q | makes queries | (D, D) | `MultiHeadAttention.W_Q` | Section 3.2.2 |
-# | W^K | makes keys | (D, D) | `MultiHeadAttention.W_K` | Section 3.2.2 |
-# | W^V | makes values | (D, D) | `MultiHeadAttention.W_V` | Section 3.2.2 |
-# | W^O | joins the heads | (D, D) | `MultiHeadAttention.W_O` | Section 3.2.2 |
+# | $W^Q$ | makes queries | (D, D) | `MultiHeadAttention.W_Q` | Section 3.2.2 |
+# | $W^K$ | makes keys | (D, D) | `MultiHeadAttention.W_K` | Section 3.2.2 |
+# | $W^V$ | makes values | (D, D) | `MultiHeadAttention.W_V` | Section 3.2.2 |
+# | $W^O$ | joins heads | (D, D) | `MultiHeadAttention.W_O` | Section 3.2.2 |
 # | mask | True: may attend | (B, 1, 1, S) | `padding_mask` | Section 3.2.3 |
 # | mask | the target's | (B, 1, T, T) | `target_mask` | Section 3.2.3 |
 # | W_1 | into the hidden layer | (D, F) | `FeedForward.W_1` | Section 3.3 |

@@ -16,8 +16,8 @@ SECTION = SECTION.partition("\n# ## ")[0]
 STEPS = [name for name in book.EXAMPLES if name.startswith("step_")]
 
 NUMBER = r"[-−]?\d+(?:\.\d+)?"
-OPERATORS = {"−": "-", "·": "*", "²": "**2", "√": "sqrt ", "e^": "exp "}
-TOKEN = r"(?:\d+(?:\.\d+)?|[-−·+/()²√]|e\^|sin\b|ln\b)"
+OPERATORS = {"−": "-", "·": "*", "²": "**2", "√": "sqrt "}
+TOKEN = r"(?:\d+(?:\.\d+)?|[-−·+/()²√]|exp\b|sin\b|ln\b)"
 SIDE = rf"{TOKEN}(?: ?{TOKEN})*"
 EQUATION = re.compile(
     rf"(?<![\w.])((?:{SIDE} = )+)({NUMBER})(?! ?[-−·+/] ?[\d(])"

@@ -171,7 +171,7 @@ def test_adam_has_the_paper_s_epsilon(run):
 
 
 def test_the_table_has_the_paper_s_symbols():
-    symbols = {s for row in ROWS for s in row[0].split(", ")}
+    symbols = {s.strip("$") for row in ROWS for s in row[0].split(", ")}
     wanted = "N d_model d_ff h d_k d_v P_drop ε_ls W^Q W^K W^V W^O W_1 W_2 "
     wanted += "Q K V PE pos 2i β₁ β₂ ε warmup_steps step_num lrate α"
     assert set(wanted.split()) <= symbols
