@@ -2822,11 +2822,10 @@ def eight_wide(x, places=3):
     return f"{round(x, places) + 0.0:8.{places}f}"
 
 
-def show_matrices(rows, columns=None, places=3, **matrices):
-    """Print matrices side by side, a word before each row."""
+def show_matrices(rows, matrices, columns=None, places=3):
+    """Print {title: matrix} side by side, a word before each row."""
     heads = [
-        name.replace("_", " ").rjust(8 * matrix.size(-1))
-        for name, matrix in matrices.items()
+        title.rjust(8 * matrix.size(-1)) for title, matrix in matrices.items()
     ]
     lines = [("", heads)]
     if columns:
@@ -2852,9 +2851,9 @@ def show_matrices(rows, columns=None, places=3, **matrices):
 def step_embedding():
     model, _, seen = hand_pass()
     E = model.src_embedding.weight
-    show_matrices(HAND_WORDS, E=E)
+    show_matrices(HAND_WORDS, {"E": E})
     print("source", hand_ids(SRC_WORDS)[0].tolist())
-    show_matrices(SRC_WORDS, doubled=seen["src_embedding"][0][1][0])
+    show_matrices(SRC_WORDS, {"doubled": seen["src_embedding"][0][1][0]})
 
 
 # %% [markdown]
@@ -2869,7 +2868,7 @@ def step_embedding():
 def step_position():
     _, _, seen = hand_pass()
     (_, x), _ = seen["position"]
-    show_matrices(SRC_WORDS, PE=positional_encoding(4, 4), x=x[0])
+    show_matrices(SRC_WORDS, {"PE": positional_encoding(4, 4), "x": x[0]})
 
 
 # %% [markdown]
@@ -2886,10 +2885,10 @@ def show_projections(name, queries, keys):
     _, _, seen = hand_pass()
     given = {k: seen[f"{name}.W_{k}"][0][1][0] for k in "QKV"}
     W_Q, W_K, W_V, W_O = hand_matrices(HAND_WEIGHTS[name])
-    show_matrices("1234", W_Q=W_Q, W_K=W_K)
-    show_matrices("1234", W_V=W_V, W_O=W_O)
-    show_matrices(queries, Q=given["Q"])
-    show_matrices(keys, K=given["K"], V=given["V"])
+    show_matrices("1234", {"W^Q": W_Q, "W^K": W_K})
+    show_matrices("1234", {"W^V": W_V, "W^O": W_O})
+    show_matrices(queries, {"Q": given["Q"]})
+    show_matrices(keys, {"K": given["K"], "V": given["V"]})
 
 
 @example
@@ -2921,9 +2920,9 @@ def show_weights(name, queries, keys, mask=None):
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf)
     for i in range(part.h):
-        titles = f"head_{i + 1}:_scores", "weights"
-        pair = dict(zip(titles, (scores[i], part.weights[0, i])))
-        show_matrices(queries, keys, **pair)
+        pair = {f"head {i + 1}: scores": scores[i]}
+        pair |= {"weights": part.weights[0, i]}
+        show_matrices(queries, pair, keys)
 
 
 @example
@@ -2954,8 +2953,8 @@ def show_add_and_norm(box, before, words, title):
     """From the last linear map of a sub-layer to its norm."""
     _, _, seen = hand_pass()
     (taken, given), (total, normed) = seen[before][0], seen[f"{box}.norm"][0]
-    show_matrices(words, **{title: taken[0], "times_W": given[0]})
-    show_matrices(words, x_added=total[0], normalized=normed[0])
+    show_matrices(words, {title: taken[0], "times W": given[0]})
+    show_matrices(words, {"x added": total[0], "normalized": normed[0]})
 
 
 @example
@@ -2979,8 +2978,8 @@ def show_feed_forward(stack, words, box):
     name = f"{stack}.layers.0"
     [W_1] = hand_matrices(HAND_WEIGHTS[f"{name}.feed_forward.W_1"])
     [W_2] = hand_matrices(HAND_WEIGHTS[f"{name}.feed_forward.W_2"])
-    show_matrices("1234", W_1=W_1)
-    show_matrices("123", W_2=W_2)
+    show_matrices("1234", {"W_1": W_1})
+    show_matrices("123", {"W_2": W_2})
     show_add_and_norm(f"{name}.residuals.{box}", f"{name}.feed_forward.W_2",
                       words, "hidden")  # fmt: skip
 
@@ -3005,7 +3004,7 @@ def step_decoder_self_attention():
     _, _, seen = hand_pass()
     _, (_, y) = seen["position"]
     layer, read = "decoder.layers.0", TGT_WORDS[:-1]
-    show_matrices(read, y=y[0])
+    show_matrices(read, {"y": y[0]})
     show_projections(f"{layer}.self_attention", read, read)
     show_weights(f"{layer}.self_attention", read, read, causal_mask(4))
     show_add_and_norm(f"{layer}.residuals.0", f"{layer}.self_attention.W_O",
@@ -3068,9 +3067,9 @@ def step_loss():
     model, logits, _ = hand_pass()
     read, labels = TGT_WORDS[:-1], hand_ids(TGT_WORDS)[0, 1:]
     p, y = logits.softmax(-1), smoothed_targets(labels, 8).double()
-    show_matrices(read, HAND_WORDS, logits=logits)
-    show_matrices(read, HAND_WORDS, p=p)
-    show_matrices(read, HAND_WORDS, 4, y=y)
+    show_matrices(read, {"logits": logits}, HAND_WORDS)
+    show_matrices(read, {"p": p}, HAND_WORDS)
+    show_matrices(read, {"y": y}, HAND_WORDS, 4)
     for word, row in zip(TGT_WORDS[1:], -(y * p.log()).sum(-1)):
         print(f"loss of {word:6}{row:.3f}")
     print(f"mean {hand_loss(model):.4f}")
@@ -3140,9 +3139,10 @@ def step_gradient(unit=0, dimension=2):
     with torch.no_grad():
         ours, terms, error, state, total = gradient_by_hand(unit, dimension)
         read = TGT_WORDS[:-1]
-        show_matrices(read, HAND_WORDS, 4, differences=error)
-        show_matrices(read, None, 4, at_state=state, at_sum=total)
-        show_matrices(read, None, 4, term=terms[:, None])
+        show_matrices(read, {"differences": error}, HAND_WORDS, 4)
+        both = {"at the state": state, "at the sum": total}
+        show_matrices(read, both, places=4)
+        show_matrices(read, {"term": terms[:, None]}, places=4)
     model = hand_model()
     weight = model.decoder.layers[0].feed_forward.W_2.weight  # (D, F)
     loss = hand_loss(model)
