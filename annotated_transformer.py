@@ -3076,6 +3076,21 @@ def step_loss():
 
 
 # %% [markdown]
+# Does it translate? Its likeliest words, for this sentence and for the other:
+
+
+# %%
+@example
+def step_words():
+    model = hand_model()
+    for one, other in (("Anna", "Otto"), ("Otto", "Anna")):
+        src = hand_ids([one, "liebt", other, "</s>"])
+        read = hand_ids(["<s>", one, "loves", other])
+        best = model(src, read)[0].argmax(-1)  # (T,)
+        print(one, "liebt", other, "->", *(HAND_WORDS[i] for i in best))
+
+
+# %% [markdown]
 # **Back to one gradient.** How does the loss change with one weight? Take W_2
 # of the decoder, and in it the weight from hidden unit 1 to dimension 3. That
 # unit is awake (not 0) in one row only, that of `<s>`: so one term is all.
@@ -3135,7 +3150,7 @@ def gradient_by_hand(unit, dimension):
 
 # %%
 @example
-def step_gradient(unit=0, dimension=2):
+def step_gradient(unit=0, dimension=2):  # counted from 0
     with torch.no_grad():
         ours, terms, error, state, total = gradient_by_hand(unit, dimension)
         read = TGT_WORDS[:-1]
@@ -3152,21 +3167,6 @@ def step_gradient(unit=0, dimension=2):
     with torch.no_grad():
         weight[dimension, unit] += 1e-5
         print(f"slope    {(hand_loss(model) - loss) / 1e-5:.4f}")
-
-
-# %% [markdown]
-# Does it translate? Its likeliest words, for this sentence and for the other:
-
-
-# %%
-@example
-def step_words():
-    model = hand_model()
-    for one, other in (("Anna", "Otto"), ("Otto", "Anna")):
-        src = hand_ids([one, "liebt", other, "</s>"])
-        read = hand_ids(["<s>", one, "loves", other])
-        best = model(src, read)[0].argmax(-1)  # (T,)
-        print(one, "liebt", other, "->", *(HAND_WORDS[i] for i in best))
 
 
 # %% [markdown]
@@ -3192,6 +3192,11 @@ def gradient_by_hand_is_autograds():
 # %% tags=["plumbing"]
 
 
+def on_paper(name):
+    """The matrices of that name as lists of rows."""
+    return [m.tolist() for m in hand_matrices(HAND_WEIGHTS[name])]
+
+
 def row_times(row, matrix):
     return [sum(x * w for x, w in zip(row, col)) for col in zip(*matrix)]
 
@@ -3205,7 +3210,7 @@ def add_and_norm(row, other):
 
 def paper_attention(name, rows, memory=None):
     """Attention of rows at the memory, or at themselves (decoder: back)."""
-    W_Q, W_K, W_V, W_O = hand_matrices(HAND_WEIGHTS[name])
+    W_Q, W_K, W_V, W_O = on_paper(name)
     causal = name.startswith("decoder") and memory is None
     keys = [row_times(row, W_K) for row in memory or rows]
     values = [row_times(row, W_V) for row in memory or rows]
@@ -3226,20 +3231,19 @@ def paper_attention(name, rows, memory=None):
 
 def paper_network(name, rows):
     """The feed-forward network of all rows, residual and norm."""
-    [W_1] = hand_matrices(HAND_WEIGHTS[f"{name}.W_1"])
-    [W_2] = hand_matrices(HAND_WEIGHTS[f"{name}.W_2"])
+    [W_1], [W_2] = on_paper(f"{name}.W_1"), on_paper(f"{name}.W_2")
     hidden = ([max(0, z) for z in row_times(row, W_1)] for row in rows)
     return [add_and_norm(r, row_times(z, W_2)) for r, z in zip(rows, hidden)]
 
 
 def paper_input(words):
     """Embedding times 2, and the position."""
-    [E] = hand_matrices(HAND_WEIGHTS["src_embedding"])
+    [E] = on_paper("src_embedding")
     rows = []
     for pos, word in enumerate(words):
         wave = [f(pos / c) for c in (1, 100) for f in (math.sin, math.cos)]
         row = E[HAND_WORDS.index(word)]
-        rows.append([2 * e + w for e, w in zip(row.tolist(), wave)])
+        rows.append([2 * e + w for e, w in zip(row, wave)])
     return rows
 
 
@@ -3258,10 +3262,10 @@ def paper_gives_the_same():
         f"{decoder}.self_attention", paper_input(TGT_WORDS[:-1])
     )
     y = paper_attention(f"{decoder}.cross_attention", y, memory)
-    loss, [E] = 0, hand_matrices(HAND_WEIGHTS["src_embedding"])
+    loss, [E] = 0, on_paper("src_embedding")
     states = paper_network(f"{decoder}.feed_forward", y)
     for state, label in zip(states, TGT_WORDS[1:]):
-        logits = row_times(state, E.T)
+        logits = row_times(state, zip(*E))
         total = math.log(sum(math.exp(z) for z in logits))
         for word, z in zip(HAND_WORDS, logits):
             target = 0.1 / 8 + 0.9 * (word == label)
