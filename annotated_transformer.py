@@ -2295,10 +2295,12 @@ def where_asked(answer):
 
     def cleaned(rows):
         result = answer(rows)
-        if isinstance(result, tuple) and len({x.shape for x in result}) == 1:
-            read, labels = result
-            return read.where(labels != PAD, PAD), labels
-        return result
+        if not isinstance(result, (tuple, list)) or len(result) != 2:
+            return result
+        read, labels = result
+        if read.shape != labels.shape:
+            return result
+        return read.where(labels != PAD, PAD), labels
 
     return read_and_labels_in_loops.compare(cleaned)
 
@@ -2457,9 +2459,9 @@ def learning_rate_curves():
 #
 # #### Exercises
 #
-# **A peak to order** (a line, after a little algebra). Which warm-up w has
-# the highest rate that you want? The cell tries them all. Give the whole
-# number at once.
+# **A peak to order** (a line, after a little algebra). You know how high the
+# rate should rise. Which warm-up w gives that peak? The cell tries them all.
+# Give the whole number at once.
 
 
 # %% tags=["exercise"]
@@ -2522,7 +2524,7 @@ def draw_gradients():
     return torch.randn(5), gradients, 0.1, float(torch.rand(()))
 
 
-def adam_but(beta_1=0.9, beta_2=0.98, corrected=True, under=False, back=1):
+def adam_but(beta_1=0.9, beta_2=0.98, corrected=True, under=False):
     """The answer, but for what is wrong with it."""
 
     def answer(weight, gradients, rate, eps):
@@ -2533,7 +2535,7 @@ def adam_but(beta_1=0.9, beta_2=0.98, corrected=True, under=False, back=1):
             M = m / (1 - beta_1**n) if corrected else m
             U = v / (1 - beta_2**n) if corrected else v
             root = (U + eps).sqrt() if under else U.sqrt() + eps
-            weight = weight - back * rate * M / root
+            weight = weight - rate * M / root
         return weight
 
     return answer
@@ -2545,7 +2547,6 @@ def adam_but(beta_1=0.9, beta_2=0.98, corrected=True, under=False, back=1):
         "the means are not corrected": adam_but(corrected=False),
         "ε is added under the root, not to the root": adam_but(under=True),
         "β₁ and β₂ are exchanged": adam_but(0.98, 0.9),
-        "the weights move up the gradient": adam_but(back=-1),
     },
 )
 def adam_by_torch(weight, gradients, rate, eps):
@@ -3582,7 +3583,7 @@ def attention_place_by_place(Q, K, V):
 # <details><summary>Answer</summary>
 #
 # ```python
-# def attention_at_once(Q, K, V):
+# def attention_of_all_places(Q, K, V):
 #     return attention(Q, K, V, causal_mask(len(Q)))[0]
 # ```
 #
@@ -3594,7 +3595,7 @@ def attention_place_by_place(Q, K, V):
 
 # %%
 @attention_place_by_place.solve
-def attention_at_once(Q, K, V): ...
+def attention_of_all_places(Q, K, V): ...
 
 
 # %% [markdown]
@@ -4095,121 +4096,6 @@ def one_means_after_another():
 
 
 # %% [markdown]
-# #### Exercises
-#
-# **Attention, block by block** (an hour). Fused attention never holds a whole
-# row of scores. It takes the keys and values in blocks, and keeps three things
-# only: the largest score so far, the sum of the shares, and the sum of the
-# values with their shares. Do it for one query. A block is gone when the next
-# one comes. And e^z overflows 32 bits at 89: the loop in the cell gets through
-# because Python's own numbers reach further.
-
-
-# %% tags=["exercise"]
-class Passing(list):
-    """A list of pairs of tensors; each is gone when the next one comes."""
-
-    def __iter__(self):
-        for pair in super().__iter__():
-            lent = [x.clone() for x in pair]
-            yield lent
-            for x in lent:
-                x.zero_()
-
-
-def draw_blocks():
-    """Scores near 100: e to that is beyond 32 bits."""
-    q, sizes = torch.randn(4), torch.randint(1, 4, (3,)).tolist()
-    high = 200 * q / (q @ q)
-    return q, Passing(
-        (high + torch.randn(n, 4), torch.randn(n, 4)) for n in sizes
-    )
-
-
-def blockwise(shrink=True, below=True):
-    """The answer, but for what is wrong with it."""
-
-    def answer(q, blocks):
-        top, total, result = torch.tensor(-math.inf), 0, 0
-        for K, V in blocks:
-            scores = K @ q / math.sqrt(len(q))
-            new = torch.maximum(top, scores.max())
-            old = (top - new).exp() if shrink else 1
-            shares = (scores - (new if below else 0)).exp()
-            total = old * total + shares.sum()
-            top, result = new, old * result + shares @ V
-        return result / total
-
-    return answer
-
-
-def after_all_blocks(q, blocks):
-    K, V = map(torch.cat, zip(*list(blocks)))
-    return attention(q[None], K, V)[0][0]
-
-
-# %% [markdown]
-# And what to compute:
-
-
-# %% tags=["exercise"]
-@exercise(
-    draw_blocks,
-    {
-        "the sums so far must shrink when a larger score comes": blockwise(
-            shrink=False
-        ),
-        "e to the score overflows: subtract the largest score so far": (
-            blockwise(below=False)
-        ),
-        "the blocks are gone: finish each before the next": after_all_blocks,
-    },
-)
-def attention_in_long_floats(q, blocks):
-    """q (K,), blocks of (keys (n, K), values (n, K)) -> (K,)"""
-    total, result = 0.0, [0.0] * len(q)
-    for keys, values in blocks:
-        for key, value in zip(keys, values.tolist()):
-            share = math.exp(float(key @ q) / math.sqrt(len(q)))
-            total += share
-            result = [r + share * v for r, v in zip(result, value)]
-    return torch.tensor([r / total for r in result])
-
-
-# %% [markdown]
-# <details><summary>Hint</summary>
-#
-# Shares relative to a largest score `top` become shares relative to a larger
-# one, `new`, when multiplied by e^(top − new).
-#
-# </details>
-# <details><summary>Answer</summary>
-#
-# ```python
-# def attention_in_blocks(q, blocks):
-#     top, total, result = torch.tensor(-math.inf), 0, 0
-#     for K, V in blocks:
-#         scores = K @ q / math.sqrt(len(q))
-#         new = torch.maximum(top, scores.max())
-#         shrink, shares = (top - new).exp(), (scores - new).exp()
-#         total = shrink * total + shares.sum()
-#         result = shrink * result + shares @ V
-#         top = new
-#     return result / total
-# ```
-#
-# This is the heart of FlashAttention (Dao et al., 2022): the T × S weights
-# never exist, so the memory no longer grows with the square of the length.
-#
-# </details>
-
-
-# %%
-@attention_in_long_floats.solve
-def attention_in_blocks(q, blocks): ...
-
-
-# %% [markdown]
 # ### Writing, sooner
 #
 # To write sixteen words, the decoder's matrices are used sixteen times, each
@@ -4506,6 +4392,72 @@ def ways_of_writing():
         seconds = best_seconds(write, tries=1)
         first = first or seconds
         print(f"{seconds:6.2f} s  {first / seconds:5.1f} times  {name}")
+
+
+# %% [markdown]
+# #### Exercises
+#
+# **How much is kept?** (a line). When a text gets long, the memory goes to
+# kept keys and values. The cell fills a `Cache` and measures it: all W texts
+# of a beam have read T words, their source has S. What is the formula?
+
+
+# %% tags=["exercise"]
+def draw_sizes():
+    """N, D, W, T and S"""
+    N, *rest = torch.randint(1, 5, (4,)).tolist()
+    return N, 8 * rest[0], rest[1] + 1, rest[2] + 4, 9
+
+
+@exercise(
+    draw_sizes,
+    {
+        "keys are kept, and values as well": (
+            lambda N, D, W, T, S: 4 * N * D * (W * T + S)
+        ),
+        "the source has keys and values too, in every layer": (
+            lambda N, D, W, T, S: 8 * N * D * W * T
+        ),
+        "those of the source are shared by all texts of the beam": (
+            lambda N, D, W, T, S: 8 * N * D * W * (T + S)
+        ),
+        "a number of 32 bits takes four bytes": (
+            lambda N, D, W, T, S: 2 * N * D * (W * T + S)
+        ),
+    },
+)
+def bytes_measured(N, D, W, T, S):
+    """Layers, width, texts, words read, places of the source -> bytes."""
+    cache = Cache.begin(tiny_model(N=N, d_model=D), torch.ones(1, S).long(), W)
+    for _ in range(T):
+        cache.read(torch.full((W,), BOS))
+    kept = itertools.chain(*cache.own, *cache.source)
+    return sum(tensor.nbytes for tensor in kept)
+
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# A key of all heads together has D numbers, of four bytes each. Each layer has
+# keys and values of two kinds: of the words written, and of the source.
+#
+# </details>
+# <details><summary>Answer</summary>
+#
+# ```python
+# def bytes_kept(N, D, W, T, S):
+#     return 4 * 2 * N * D * (W * T + S)
+# ```
+#
+# The heads do not matter: H of them, D / H wide. So to keep less, later models
+# let several heads share their keys and values (Ainslie et al., 2023).
+#
+# </details>
+
+
+# %%
+@bytes_measured.solve
+def bytes_kept(N, D, W, T, S): ...
 
 
 # %% [markdown]
@@ -6553,10 +6505,13 @@ def even_alpha(log_p, n, log_q, m): ...
 
 
 # %% tags=["exercise"]
+from fractions import Fraction
+
+
 def agreement(one, two):
-    """How much two texts have in common: F1 of their words, from 0 to 1."""
+    """F1 of the words of two texts, from 0 to 1; exact, so ties are ties."""
     one, two = Counter(one.split()), Counter(two.split())
-    return 2 * (one & two).total() / max(1, (one + two).total())
+    return Fraction(2 * (one & two).total(), max(1, (one + two).total()))
 
 
 def draw_texts():
@@ -6570,32 +6525,19 @@ def draw_texts():
     return ([*texts, texts[2]],)
 
 
-def elected(vote):
-    """The text for which the sum of `vote` over all texts is largest."""
-    return lambda texts: max(
-        texts, key=lambda text: sum(vote(text, other) for other in texts)
-    )
-
-
 @exercise(
     draw_texts,
     {
         "the text drawn most often need not be the one that agrees most": (
             lambda texts: Counter(texts).most_common(1)[0][0]
         ),
-        "a text drawn twice has two votes": lambda texts: elected(agreement)(
-            [*dict.fromkeys(texts)]
-        ),
-        "the share of its own words that others have favours a short text: "
-        "use `agreement`": elected(
-            lambda one, two: (
-                len({*one.split()} & {*two.split()}) / len(one.split())
-            )
+        "a text drawn twice has two votes": lambda texts: max(
+            texts, key=lambda text: sum(agreement(text, o) for o in {*texts})
         ),
     },
 )
 def most_agreed_in_loops(texts):
-    """Texts, drawn from the model -> the one that agrees most."""
+    """Texts, drawn from the model -> the (first) one that agrees most."""
     best, most = "", -1.0
     for i, text in enumerate(texts):
         others = texts[:i] + texts[i + 1 :]
@@ -7222,7 +7164,8 @@ def looked_at(weights): ...
 # what the first layer has mixed already. *Attention rollout* (Abnar and
 # Zuidema, 2020) follows every path from a word at the top down to the words of
 # the sentence: at each layer half stays where it is, by the residual, and half
-# goes by the weights, averaged over the heads. How much arrives where?
+# goes by the weights, averaged over the heads. How much arrives where? (A
+# rough measure: it knows nothing of norms and of the feed-forward networks.)
 
 
 # %% tags=["exercise"]
