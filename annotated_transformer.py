@@ -2309,7 +2309,7 @@ def where_asked(answer):
     draw_sentences,
     {
         "each label is the word just read, and should be the next": (
-            lambda rows: (pad([[BOS, *row] for row in rows]),) * 2
+            lambda rows: (pad([[BOS, *r, EOS] for r in rows])[:, :-1],) * 2
         ),
         "the word to be predicted is read: the target is not shifted": (
             lambda rows: (pad([[*row, EOS] for row in rows]),) * 2
@@ -2511,7 +2511,7 @@ def warmup_for(peak, d_model): ...
 
 
 # %% [markdown]
-# **Adam** (fifteen minutes). Make some updates of one weight matrix without
+# **Adam** (fifteen minutes). Make some updates of a vector of weights without
 # `torch.optim`. Begin with m = v = 0. At update n, m becomes β₁m + (1 − β₁)g
 # and v becomes β₂v + (1 − β₂)g². Beginning at 0, both are too small for a
 # while, so they are *corrected*: divided by 1 − β₁ⁿ and 1 − β₂ⁿ. The weights
@@ -6501,7 +6501,8 @@ def even_alpha(log_p, n, log_q, m): ...
 # need not be the best: it may stand alone, while many that are a little less
 # likely say nearly the same. *Minimum Bayes risk* decoding (Kumar and Byrne,
 # 2004) draws many texts from the model and takes the one that agrees most
-# with all the others. A text drawn twice has two votes.
+# with all the others. A text drawn twice has two votes. Agreement is measured
+# by `agreement(one, two)`, which the cell defines.
 
 
 # %% tags=["exercise"]
