@@ -2199,6 +2199,164 @@ def stream(pairs, max_tokens, seed=0, device="cpu", skip=0):
 
 
 # %% [markdown]
+# #### Exercises
+#
+# **The same pieces, sooner** (half an hour). `split_word` tries every merge,
+# one after another: with 37,000 merges that is slow. The pieces come out the
+# same if you only look at the pairs that stand in the word: of those that
+# were ever merged, join the one that was learned first, and look again, until
+# none is left. `RANKS[pair]` is the number of a merge, 0 for the first.
+
+
+# %% tags=["exercise"]
+THEN = "then hen ten tenth thence hence these he the other mother moth".split()
+COUNTS = {word: 12 - i for i, word in enumerate(THEN)}
+RANKS = {pair: i for i, pair in enumerate(learn_merges(COUNTS, 20))}
+
+
+def draw_word():
+    """Three words in one, which may begin in the middle of the first."""
+    words = [THEN[i] for i in torch.randint(len(THEN), (3,))]
+    return ("".join(words)[int(torch.randint(3, ())) :],)
+
+
+def first_from_the_left(word):
+    pieces = ["▁", *word]
+    while known := [p for p in zip(pieces, pieces[1:]) if p in RANKS]:
+        pieces = join_pair(pieces, known[0])
+    return pieces
+
+
+def longest_from_the_left(word):
+    pieces, rest = [], "▁" + word
+    while rest:
+        known = [*map("".join, RANKS), rest[0]]
+        pieces.append(max(filter(rest.startswith, known), key=len))
+        rest = rest[len(pieces[-1]) :]
+    return pieces
+
+
+@exercise(
+    draw_word,
+    {
+        "the first known pair of the word is joined, not the one that was "
+        "learned first": first_from_the_left,
+        "the longest known piece is taken, from the left: that is another "
+        "algorithm, WordPiece": longest_from_the_left,
+    },
+)
+def split_by_all_merges(word):
+    """A word -> its pieces, a list, with "▁" at the beginning."""
+    return split_word(word, list(RANKS))
+
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# `zip(pieces, pieces[1:])` are the pairs, and `min` takes a `key`.
+# `join_pair` does the joining.
+#
+# </details>
+# <details><summary>Answer</summary>
+#
+# ```python
+# def split_by_rank(word):
+#     pieces = ["▁", *word]
+#     while True:
+#         pairs = zip(pieces, pieces[1:])
+#         known = [pair for pair in pairs if pair in RANKS]
+#         if not known:
+#             return pieces
+#         pieces = join_pair(pieces, min(known, key=RANKS.get))
+# ```
+#
+# </details>
+
+
+# %%
+@split_by_all_merges.solve
+def split_by_rank(word): ...
+
+
+# %% [markdown]
+# **What is read, what is asked** (two lines). From lists of target words,
+# without `<s>` and `</s>`, make what the decoder reads and its labels, padded.
+# Where the label is padding, anything may be read: the loss ignores it.
+
+
+# %% tags=["exercise"]
+def draw_sentences():
+    lengths = torch.randint(1, 5, (3,)).tolist()
+    return ([torch.randint(4, 14, (n,)).tolist() for n in lengths],)
+
+
+def where_asked(answer):
+    """Judge what is read only where a label is no padding."""
+
+    def cleaned(rows):
+        result = answer(rows)
+        if not isinstance(result, (tuple, list)) or len(result) != 2:
+            return result
+        read, labels = result
+        if read.shape != labels.shape:
+            return result
+        return read.where(labels != PAD, PAD), labels
+
+    return read_and_labels_in_loops.compare(cleaned)
+
+
+@exercise(
+    draw_sentences,
+    {
+        "each label is the word just read, and should be the next": (
+            lambda rows: (pad([[BOS, *r, EOS] for r in rows])[:, :-1],) * 2
+        ),
+        "the word to be predicted is read: the target is not shifted": (
+            lambda rows: (pad([[*row, EOS] for row in rows]),) * 2
+        ),
+        "`</s>` is never asked for, so the model would not learn to stop": (
+            lambda rows: (pad([[BOS, *r[:-1]] for r in rows]), pad(rows))
+        ),
+    },
+    where_asked,
+)
+def read_and_labels_in_loops(rows):
+    """Lists of B sentences -> (read, labels), both (B, T), int64."""
+    T = 1 + max(map(len, rows))
+    read, labels = torch.full((2, len(rows), T), PAD)
+    for b, row in enumerate(rows):
+        for t, word in enumerate([*row, EOS]):
+            read[b, t] = row[t - 1] if t else BOS
+            labels[b, t] = word
+    return read, labels
+
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# Pad the whole target first, from `<s>` to `</s>`. Then cut it twice.
+#
+# </details>
+# <details><summary>Answer</summary>
+#
+# ```python
+# def read_and_labels(rows):
+#     tgt = pad([[BOS, *row, EOS] for row in rows])
+#     return tgt[:, :-1], tgt[:, 1:]
+# ```
+#
+# A short sentence keeps its `</s>` among the words read. There the label is
+# padding, so it does not matter.
+#
+# </details>
+
+
+# %%
+@read_and_labels_in_loops.solve
+def read_and_labels(rows): ...
+
+
+# %% [markdown]
 # ### 5.2 Hardware and schedule
 #
 # The authors trained base for 100,000 updates in 12 hours, and big for
@@ -2299,6 +2457,137 @@ def learning_rate_curves():
 # all with w = 200, the full rate and dropout 0.3 (BLEU 0, commit 80dc9fe;
 # both 800 updates, seed 0).
 #
+# #### Exercises
+#
+# **A peak to order** (a line, after a little algebra). You know how high the
+# rate should rise. Which warm-up w gives that peak? The cell tries them all.
+# Give the whole number at once.
+
+
+# %% tags=["exercise"]
+def draw_peak():
+    d_model, warmup = 2 ** int(torch.randint(6, 11, ())), torch.rand(())
+    warmup = 100 + int(9000 * warmup)
+    return learning_rate(warmup, d_model, warmup), d_model
+
+
+@exercise(
+    draw_peak,
+    {
+        "d_model is left out": lambda peak, d_model: round(peak**-2),
+        "the peak falls with the root of w, so w is a square": (
+            lambda peak, d_model: round(1 / (d_model**0.5 * peak))
+        ),
+    },
+)
+def warmup_by_trying(peak, d_model):
+    """The highest learning rate, and the width -> w."""
+
+    def distance(w):
+        return abs(learning_rate(w, d_model, w) - peak)
+
+    return min(range(1, 10_001), key=distance)
+
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# At n = w both branches of Equation 3 are $w^{-0.5}$.
+#
+# </details>
+# <details><summary>Answer</summary>
+#
+# ```python
+# def warmup_for(peak, d_model):
+#     return round(1 / (d_model * peak**2))
+# ```
+#
+# </details>
+
+
+# %%
+@warmup_by_trying.solve
+def warmup_for(peak, d_model): ...
+
+
+# %% [markdown]
+# **Adam** (fifteen minutes). Make some updates of a vector of weights without
+# `torch.optim`. Begin with m = v = 0. At update n, m becomes β₁m + (1 − β₁)g
+# and v becomes β₂v + (1 − β₂)g². Beginning at 0, both are too small for a
+# while, so they are *corrected*: divided by 1 − β₁ⁿ and 1 − β₂ⁿ. The weights
+# move against the corrected m, divided by the root of the corrected v plus ε.
+
+
+# %% tags=["exercise"]
+def draw_gradients():
+    gradients = torch.randn(int(torch.randint(2, 6, ())), 5)
+    return torch.randn(5), gradients, 0.1, float(torch.rand(()))
+
+
+def adam_but(beta_1=0.9, beta_2=0.98, corrected=True, under=False):
+    """The answer, but for what is wrong with it."""
+
+    def answer(weight, gradients, rate, eps):
+        m = v = torch.zeros_like(weight)
+        for n, g in enumerate(gradients, 1):
+            m = beta_1 * m + (1 - beta_1) * g
+            v = beta_2 * v + (1 - beta_2) * g**2
+            M = m / (1 - beta_1**n) if corrected else m
+            U = v / (1 - beta_2**n) if corrected else v
+            root = (U + eps).sqrt() if under else U.sqrt() + eps
+            weight = weight - rate * M / root
+        return weight
+
+    return answer
+
+
+@exercise(
+    draw_gradients,
+    {
+        "the means are not corrected": adam_but(corrected=False),
+        "ε is added under the root, not to the root": adam_but(under=True),
+        "β₁ and β₂ are exchanged": adam_but(0.98, 0.9),
+    },
+)
+def adam_by_torch(weight, gradients, rate, eps):
+    """weight (D,), gradients (n, D) of n updates -> the weight after."""
+    weight = nn.Parameter(weight.clone())
+    adam = torch.optim.Adam([weight], rate, betas=(0.9, 0.98), eps=eps)
+    for gradient in gradients:
+        weight.grad = gradient.clone()
+        adam.step()
+    return weight.detach()
+
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# `enumerate(gradients, 1)` counts from 1. Tensors may be divided and added as
+# they are, entry by entry.
+#
+# </details>
+# <details><summary>Answer</summary>
+#
+# ```python
+# def adam_updates(weight, gradients, rate, eps):
+#     m = v = torch.zeros_like(weight)
+#     for n, g in enumerate(gradients, 1):
+#         m = 0.9 * m + 0.1 * g
+#         v = 0.98 * v + 0.02 * g**2
+#         root = (v / (1 - 0.98**n)).sqrt()
+#         weight = weight - rate * m / (1 - 0.9**n) / (root + eps)
+#     return weight
+# ```
+#
+# </details>
+
+
+# %%
+@adam_by_torch.solve
+def adam_updates(weight, gradients, rate, eps): ...
+
+
+# %% [markdown]
 # ### 5.4 Regularization
 #
 # **Dropout**, with rate 0.1 in base, falls in two places: on what a
@@ -2449,6 +2738,137 @@ def divergence_has_the_same_gradient():
         torch.autograd.grad(divergence, logits),
         torch.autograd.grad(smoothed_loss(logits, labels), logits),
     )
+
+
+# %% [markdown]
+# #### Exercises
+#
+# **The floor** (three lines). With smoothing the loss of a token can't fall to
+# 0. It is least where the model gives just the targets, and there it is their
+# entropy. How much is that, for V words and smoothing ε, without a loop?
+
+
+# %% tags=["exercise"]
+def draw_smoothing():
+    vocab = int(torch.randint(3, 300, ()))
+    return vocab, 0.05 + 0.4 * float(torch.rand(()))
+
+
+def floor_of(right, other, others):
+    return -right * math.log(right) - others * other * math.log(other)
+
+
+@exercise(
+    draw_smoothing,
+    {
+        "the right word has its part of ε as well, ε/V": (
+            lambda V, eps: floor_of(1 - eps, eps / (V - 1), V - 1)
+        ),
+        "of the other words only one is counted": (
+            lambda V, eps: floor_of(1 - eps + eps / V, eps / V, 1)
+        ),
+    },
+)
+def least_loss_in_loops(vocab, smoothing):
+    """The entropy of the target for one label; natural logarithms."""
+    [target] = smoothed_targets(torch.tensor([EOS]), vocab, smoothing)
+    return -sum(p * math.log(p) for p in target.tolist())
+
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# There are only two different probabilities. One of them stands V − 1 times.
+#
+# </details>
+# <details><summary>Answer</summary>
+#
+# ```python
+# def least_loss(vocab, smoothing):
+#     other = smoothing / vocab
+#     right = 1 - smoothing + other
+#     rest = (vocab - 1) * other * math.log(other)
+#     return -right * math.log(right) - rest
+# ```
+#
+# For 255 words and ε = 0.1 it is 0.88: the loss of the generated corpus,
+# below, can't come lower.
+#
+# </details>
+
+
+# %%
+@least_loss_in_loops.solve
+def least_loss(vocab, smoothing): ...
+
+
+# %% [markdown]
+# **The gradient of the loss** (two lines). The cell shakes each logit a little
+# and sees how `smoothed_loss` (ε = 0.1) changes. There is a formula that needs
+# no derivative any more: which?
+
+
+# %% tags=["exercise"]
+def draw_logits():
+    labels = torch.cat([torch.randint(1, 6, (3,)), torch.tensor([PAD])])
+    return torch.randn(4, 6).double(), labels[torch.randperm(4)]
+
+
+def softmax_minus(logits, labels, smoothing=0.1):
+    targets = smoothed_targets(labels, logits.size(1), smoothing)
+    return logits.softmax(1) - targets
+
+
+def without_padding(rows, labels):
+    return rows * (labels != PAD)[:, None]
+
+
+@exercise(
+    draw_logits,
+    {
+        "a row of padding asks for nothing and has no gradient": softmax_minus,
+        "the targets are not smoothed": (
+            lambda z, y: without_padding(softmax_minus(z, y, 0.0), y)
+        ),
+        "the sign is wrong": (
+            lambda z, y: -without_padding(softmax_minus(z, y), y)
+        ),
+    },
+)
+def gradient_by_shaking(logits, labels):
+    """logits (R, V), labels (R,) -> (R, V), of the sum over rows."""
+    result, h = torch.zeros_like(logits), 1e-4
+    for place in itertools.product(*map(range, logits.shape)):
+        for step in (h, -h):
+            shaken = logits.clone()
+            shaken[place] += step
+            result[place] += smoothed_loss(shaken, labels) / (2 * step)
+    return result
+
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# The loss of a row is log Σ e^z − Σ t z, with targets t that sum to 1. What is
+# the derivative of log Σ e^z?
+#
+# </details>
+# <details><summary>Answer</summary>
+#
+# ```python
+# def gradient_at_logits(logits, labels):
+#     wrong = logits.softmax(-1) - smoothed_targets(labels, logits.size(-1))
+#     return wrong * (labels != PAD)[:, None]
+# ```
+#
+# The probabilities found minus those wanted.
+#
+# </details>
+
+
+# %%
+@gradient_by_shaking.solve
+def gradient_at_logits(logits, labels): ...
 
 
 # %% [markdown]
@@ -2667,6 +3087,88 @@ def progress(updates, recipe, done=0, title="training"):
             )
             bar.update()
             yield update
+
+
+# %% [markdown]
+# ### Exercises
+#
+# **In parts** (six lines). All parts of an update together do not fit into
+# memory. So take the parts one by one, and still return the gradient at
+# `weight` of the mean loss over all real tokens. The logits of a part are
+# `states @ weight.T`, its loss the plain cross-entropy.
+
+
+# %% tags=["exercise"]
+def draw_parts():
+    parts = []
+    for _ in range(3):
+        labels = torch.randint(1, 8, (6,))
+        labels[int(torch.randint(1, 7, ())) :] = PAD
+        parts.append((torch.randn(6, 4), labels))
+    return torch.randn(8, 4), parts
+
+
+def parts_divided_by(divisor):
+    """Add the parts' gradients; divisor(labels, all labels) of each."""
+
+    def answer(weight, parts):
+        weight = weight.clone().requires_grad_()
+        everything = torch.cat([labels for _, labels in parts])
+        for x, y in parts:
+            loss = F.cross_entropy(
+                x @ weight.T, y, ignore_index=PAD, reduction="sum"
+            )
+            (loss / divisor(y, everything)).backward()
+        return weight.grad
+
+    return answer
+
+
+@exercise(
+    draw_parts,
+    {
+        "each part is divided by its own tokens: then a token of a short part "
+        "counts for more": parts_divided_by(lambda y, _: (y != PAD).sum()),
+        "the sum is not divided": parts_divided_by(lambda y, every: 1),
+        "padding is counted among the tokens": parts_divided_by(
+            lambda y, every: len(every)
+        ),
+    },
+)
+def gradient_of_the_whole(weight, parts):
+    """weight (V, D), parts of (states (R, D), labels (R,)) -> (V, D)"""
+    weight = weight.clone().requires_grad_()
+    states, labels = map(torch.cat, zip(*parts))
+    F.cross_entropy(states @ weight.T, labels, ignore_index=PAD).backward()
+    return weight.grad
+
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# `backward` adds to `weight.grad`, whenever it is called. `F.cross_entropy`
+# has `reduction="sum"`.
+#
+# </details>
+# <details><summary>Answer</summary>
+#
+# ```python
+# def gradient_of_parts(weight, parts):
+#     weight = weight.clone().requires_grad_()
+#     tokens = sum((labels != PAD).sum() for _, labels in parts)
+#     for states, labels in parts:
+#         how = dict(ignore_index=PAD, reduction="sum")
+#         loss = F.cross_entropy(states @ weight.T, labels, **how)
+#         (loss / tokens).backward()
+#     return weight.grad
+# ```
+#
+# </details>
+
+
+# %%
+@gradient_of_the_whole.solve
+def gradient_of_parts(weight, parts): ...
 
 
 # %% [markdown]
@@ -2950,6 +3452,150 @@ def batching_changes_no_translation():
     alone = [greedy(model, pad([row]), extra=10)[0] for row in rows]
     assert together == alone
     assert all(len(o) <= len(r) + 10 for o, r in zip(together, rows))
+
+
+# %% [markdown]
+# ### Exercises
+#
+# **A nucleus** (three lines). Stories and conversations are better drawn by
+# chance than written greedily, but not from all words: the many unlikely ones
+# are together likely enough to spoil the text. *Nucleus sampling* (Holtzman et
+# al., 2020) draws from the fewest words that have the probability p together.
+# Mark them.
+
+
+# %% tags=["exercise"]
+def draw_scores():
+    return 2 * torch.randn(8), 0.4 + 0.5 * float(torch.rand(()))
+
+
+def nucleus_but(keep, in_order=False):
+    """The words for which `keep` says so, of sorted chances and p."""
+
+    def answer(logits, p):
+        chances, order = logits.softmax(0).sort(descending=True)
+        marks = keep(chances, p)
+        return marks if in_order else marks[order.argsort()]
+
+    return answer
+
+
+@exercise(
+    draw_scores,
+    {
+        "the word that completes p is missing": nucleus_but(
+            lambda chances, p: chances.cumsum(0) < p
+        ),
+        "the marks stand in order of probability: bring each back to its word":
+        nucleus_but(lambda c, p: c.cumsum(0) - c < p, in_order=True),
+        "p is a probability, not a share of the words in number": nucleus_but(
+            lambda chances, p: torch.arange(len(chances)) < p * len(chances)
+        ),
+    },
+)  # fmt: skip
+def nucleus_in_loops(logits, p):
+    """logits (V,) and p -> (V,), boolean."""
+    chances, total = logits.softmax(0).tolist(), 0.0
+    marks = torch.zeros(len(chances), dtype=torch.bool)
+    while total < p:
+        left = [word for word in range(len(chances)) if not marks[word]]
+        best = max(left, key=lambda word: chances[word])
+        marks[best] = True
+        total += chances[best]
+    return marks
+
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# Sort, and use `cumsum`. A word belongs in if those *before* it have less than
+# p. `order.argsort()` undoes the sorting.
+#
+# </details>
+# <details><summary>Answer</summary>
+#
+# ```python
+# def nucleus(logits, p):
+#     chances, order = logits.softmax(-1).sort(descending=True)
+#     before = chances.cumsum(-1) - chances
+#     return (before < p)[order.argsort()]
+# ```
+#
+# Now replace `argmax` in `greedy` by a draw (`torch.multinomial`) and see what
+# the model says when it is not asked for the likeliest.
+#
+# </details>
+
+
+# %%
+@nucleus_in_loops.solve
+def nucleus(logits, p): ...
+
+
+# %% [markdown]
+# **All places at once** (a line). The cell computes attention as a cache does:
+# at each place the new key and value join those kept, and the new query looks
+# at them. Training has all places at once. Do as training does.
+
+
+# %% tags=["exercise"]
+def draw_places():
+    return torch.randn(3, 5, 4).unbind()
+
+
+def masked_by(change):
+    """Attention at once, under a changed causal mask."""
+
+    def answer(Q, K, V):
+        return attention(Q, K, V, change(causal_mask(len(Q))))[0]
+
+    return answer
+
+
+@exercise(
+    draw_places,
+    {
+        "each place sees those that come after it": masked_by(lambda m: None),
+        "no place sees itself": masked_by(lambda mask: mask.tril(-1)),
+        "the mask is transposed: True means may attend, queries down": (
+            masked_by(lambda mask: mask.T)
+        ),
+    },
+)
+def attention_place_by_place(Q, K, V):
+    """Q, K and V (T, K) -> (T, K)"""
+    kept_keys, kept_values, found = [], [], []
+    for q, k, v in zip(Q, K, V):
+        kept_keys.append(k)
+        kept_values.append(v)
+        seen = torch.stack(kept_keys), torch.stack(kept_values)
+        found.append(attention(q[None], *seen)[0][0])
+    return torch.stack(found)
+
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# What place t of the loop has not kept yet, place t must not see. Section
+# 3.2.3 has that mask.
+#
+# </details>
+# <details><summary>Answer</summary>
+#
+# ```python
+# def attention_of_all_places(Q, K, V):
+#     return attention(Q, K, V, causal_mask(len(Q)))[0]
+# ```
+#
+# The loop needs no mask, because the future is not there. So the mask of
+# training and the cache of writing are two forms of one rule.
+#
+# </details>
+
+
+# %%
+@attention_place_by_place.solve
+def attention_of_all_places(Q, K, V): ...
 
 
 # %% [markdown]
@@ -3746,6 +4392,72 @@ def ways_of_writing():
         seconds = best_seconds(write, tries=1)
         first = first or seconds
         print(f"{seconds:6.2f} s  {first / seconds:5.1f} times  {name}")
+
+
+# %% [markdown]
+# #### Exercises
+#
+# **How much is kept?** (a line). When a text gets long, the memory goes to
+# kept keys and values. The cell fills a `Cache` and measures it: all W texts
+# of a beam have read T words, their source has S. What is the formula?
+
+
+# %% tags=["exercise"]
+def draw_sizes():
+    """N, D, W, T and S"""
+    N, *rest = torch.randint(1, 5, (4,)).tolist()
+    return N, 8 * rest[0], rest[1] + 1, rest[2] + 4, 9
+
+
+@exercise(
+    draw_sizes,
+    {
+        "keys are kept, and values as well": (
+            lambda N, D, W, T, S: 4 * N * D * (W * T + S)
+        ),
+        "the source has keys and values too, in every layer": (
+            lambda N, D, W, T, S: 8 * N * D * W * T
+        ),
+        "those of the source are shared by all texts of the beam": (
+            lambda N, D, W, T, S: 8 * N * D * W * (T + S)
+        ),
+        "a number of 32 bits takes four bytes": (
+            lambda N, D, W, T, S: 2 * N * D * (W * T + S)
+        ),
+    },
+)
+def bytes_measured(N, D, W, T, S):
+    """Layers, width, texts, words read, places of the source -> bytes."""
+    cache = Cache.begin(tiny_model(N=N, d_model=D), torch.ones(1, S).long(), W)
+    for _ in range(T):
+        cache.read(torch.full((W,), BOS))
+    kept = itertools.chain(*cache.own, *cache.source)
+    return sum(tensor.nbytes for tensor in kept)
+
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# A key of all heads together has D numbers, of four bytes each. Each layer has
+# keys and values of two kinds: of the words written, and of the source.
+#
+# </details>
+# <details><summary>Answer</summary>
+#
+# ```python
+# def bytes_kept(N, D, W, T, S):
+#     return 4 * 2 * N * D * (W * T + S)
+# ```
+#
+# The heads do not matter: H of them, D / H wide. So to keep less, later models
+# let several heads share their keys and values (Ainslie et al., 2023).
+#
+# </details>
+
+
+# %%
+@bytes_measured.solve
+def bytes_kept(N, D, W, T, S): ...
 
 
 # %% [markdown]
@@ -5066,6 +5778,90 @@ def perplexity(model, pairs, max_tokens=4096):
 
 
 # %% [markdown]
+# #### Exercises
+#
+# **Is it better, or lucky?** (four lines; an hour with a use for it). A score
+# of 200 sentences is partly luck. How much, the *bootstrap* tells: draw 200 of
+# them again and again, some twice, some never, and look at how BLEU varies.
+# Of each sentence we have ten counts: four of hits (n = 1 to 4), four of
+# n-grams, then c and r. A row of `draws` names the sentences of one drawing.
+
+
+# %% tags=["exercise"]
+def draw_counts(n=10):
+    c = torch.randint(6, 15, (n, 1))
+    grams = c - torch.arange(4)
+    hits = (grams * torch.tensor([0.9, 0.7, 0.6, 0.5])).int()
+    hits -= torch.randint(0, 2, (n, 4))
+    r = c + torch.randint(-3, 4, (n, 1))
+    counts = torch.cat([hits, grams, c, r], 1).float()
+    return counts, torch.randint(0, n, (6, n))
+
+
+def bleu_of_counts(counts, root=True, largest=1.0):
+    """(..., 10) counts -> (...), from 0 to 1."""
+    shares = counts[..., :4] / counts[..., 4:8]
+    mean = shares.prod(-1) ** 0.25 if root else shares.mean(-1)
+    penalty = (1 - counts[..., 9] / counts[..., 8]).exp()
+    return penalty.clamp(max=largest) * mean
+
+
+@exercise(
+    draw_counts,
+    {
+        "BLEU is of all sentences together: add the counts, not the scores": (
+            lambda counts, draws: bleu_of_counts(counts)[draws].mean(1)
+        ),
+        "the brevity penalty rewards length: it is at most 1": (
+            lambda counts, draws: bleu_of_counts(
+                counts[draws].sum(1), largest=9.0
+            )
+        ),
+        "the four shares are added, not multiplied": (
+            lambda counts, draws: bleu_of_counts(counts[draws].sum(1), False)
+        ),
+    },
+)
+def bleu_of_draws_in_loops(counts, draws):
+    """counts (n, 10), draws (M, n) -> (M,), BLEU from 0 to 1."""
+    scores = []
+    for rows in draws.tolist():
+        drawn = [counts[i].tolist() for i in rows]
+        *parts, c, r = map(sum, zip(*drawn))
+        shares = [hits / grams for hits, grams in zip(parts[:4], parts[4:])]
+        penalty = min(1.0, math.exp(1 - r / c))
+        scores.append(penalty * math.prod(shares) ** 0.25)
+    return torch.tensor(scores)
+
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# `counts[draws]` has the counts of all drawings, (M, n, 10).
+#
+# </details>
+# <details><summary>Answer</summary>
+#
+# ```python
+# def bleu_of_draws(counts, draws):
+#     sums = counts[draws].sum(dim=1)  # (M, 10)
+#     mean = (sums[:, :4] / sums[:, 4:8]).prod(dim=1) ** 0.25
+#     penalty = (1 - sums[:, 9] / sums[:, 8]).exp().clamp(max=1)
+#     return penalty * mean
+# ```
+#
+# To compare two models, use the same draws for both, and count how often the
+# one is ahead: sentences that are hard are hard for both (Koehn, 2004).
+#
+# </details>
+
+
+# %%
+@bleu_of_draws_in_loops.solve
+def bleu_of_draws(counts, draws): ...
+
+
+# %% [markdown]
 # ### (a) The generated corpus, learned
 #
 # Here is what the model is given: a German sentence, its one translation,
@@ -5558,6 +6354,229 @@ def a_growing_beam():
 # 1.5).
 
 # %% [markdown]
+# #### Exercises
+#
+# **Who came from whom** (three lines). Of a search of T steps we have kept
+# only the words of each step, and for each place of the beam from which place
+# it goes on. The cell follows each text back from its end. Go forward, with
+# tensors. (As in `beam_search`; but first try it without looking.)
+
+
+# %% tags=["exercise"]
+def draw_steps():
+    origins = torch.randint(0, 3, (4, 3))
+    origins[0] = 0
+    return origins, torch.randint(4, 99, (4, 3))
+
+
+def sorted_after(origins, words):
+    texts = words.new_zeros(words.size(1), 0)
+    for origin, word in zip(origins, words):
+        texts = torch.cat([texts, word[:, None]], dim=1)[origin]
+    return texts
+
+
+@exercise(
+    draw_steps,
+    {
+        "the beginnings are never sorted by origin: each word is appended to "
+        "a text it does not continue": lambda origins, words: words.T,
+        "the texts are sorted when they have the new words already; those "
+        "stand in their places": sorted_after,
+    },
+)
+def texts_followed_back(origins, words):
+    """origins, words (T, W) -> (W, T), what stands in the beam at the end.
+
+    Place w of step t goes on from place origins[t, w] of step t - 1.
+    """
+    T, W = words.shape
+    texts = torch.zeros(W, T, dtype=torch.long)
+    for w in range(W):
+        place = w
+        for t in reversed(range(T)):
+            texts[w, t] = words[t, place]
+            place = origins[t, place]
+    return texts
+
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# `texts[origin]` sorts the rows of `texts`, and may take one of them twice.
+#
+# </details>
+# <details><summary>Answer</summary>
+#
+# ```python
+# def texts_of_the_beam(origins, words):
+#     texts = words.new_zeros(words.size(1), 0)
+#     for origin, word in zip(origins, words):
+#         texts = torch.cat([texts[origin], word[:, None]], dim=1)
+#     return texts
+# ```
+#
+# The kept keys and values must be sorted in the same way. Forget it, and each
+# text goes on with the memory of another.
+#
+# </details>
+
+
+# %%
+@texts_followed_back.solve
+def texts_of_the_beam(origins, words): ...
+
+
+# %% [markdown]
+# **Where the longer one wins** (a line, after some algebra). Of two finished
+# translations the shorter is likelier. With α = 0 it wins, with a large α the
+# longer one. At which α are they even? The cell closes in on it by halves.
+
+
+# %% tags=["exercise"]
+def draw_two_ends():
+    length, more = torch.randint(3, 12, (2,)).tolist()
+    alpha, log_p = torch.rand(2).mul(2).add(0.1).tolist()
+    penalties = [length_penalty(n, alpha) for n in (length, length + more)]
+    return -log_p, length, -log_p * penalties[1] / penalties[0], length + more
+
+
+@exercise(
+    draw_two_ends,
+    {
+        "lengths count with 5 added": (
+            lambda log_p, n, log_q, m: (
+                math.log(log_p / log_q) / math.log(n / m)
+            )
+        ),
+        "the quotient of the two log-probabilities is upside down": (
+            lambda log_p, n, log_q, m: (
+                math.log(log_q / log_p) / math.log((5 + n) / (5 + m))
+            )
+        ),
+        "the quotient of the log-probabilities counts, not their difference": (
+            lambda log_p, n, log_q, m: (
+                (log_p - log_q) / math.log((5 + m) / (5 + n))
+            )
+        ),
+    },
+)
+def even_by_halves(log_p, n, log_q, m):
+    """log P of the shorter, its length; the same of the longer -> α."""
+    low, high = 0.0, 10.0
+    for _ in range(50):
+        alpha = (low + high) / 2
+        shorter = log_p / length_penalty(n, alpha)
+        if shorter > log_q / length_penalty(m, alpha):
+            low = alpha
+        else:
+            high = alpha
+    return low
+
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# Set the two scores equal, bring all that has α to one side, and take the
+# logarithm.
+#
+# </details>
+# <details><summary>Answer</summary>
+#
+# ```python
+# def even_alpha(log_p, n, log_q, m):
+#     return math.log(log_p / log_q) / math.log((5 + n) / (5 + m))
+# ```
+#
+# </details>
+
+
+# %%
+@even_by_halves.solve
+def even_alpha(log_p, n, log_q, m): ...
+
+
+# %% [markdown]
+# **A vote** (a line; an afternoon with an experiment). The likeliest sentence
+# need not be the best: it may stand alone, while many that are a little less
+# likely say nearly the same. *Minimum Bayes risk* decoding (Kumar and Byrne,
+# 2004) draws many texts from the model and takes the one that agrees most
+# with all the others. A text drawn twice has two votes. Agreement is measured
+# by `agreement(one, two)`, which the cell defines.
+
+
+# %% tags=["exercise"]
+from fractions import Fraction
+
+
+def agreement(one, two):
+    """F1 of the words of two texts, from 0 to 1; exact, so ties are ties."""
+    one, two = Counter(one.split()), Counter(two.split())
+    return Fraction(2 * (one & two).total(), max(1, (one + two).total()))
+
+
+def draw_texts():
+    """A sentence five times, words lost and words put in; one of it twice."""
+    texts, more = [], "and a big blue one".split()
+    for _ in range(5):
+        kept, end = torch.rand(2).tolist()
+        words = "the old man sees a small red ball".split()
+        words = [w for w in words if torch.rand(()) < (1 + kept) / 2]
+        texts.append(" ".join(words + more[: int(6 * end)]))
+    return ([*texts, texts[2]],)
+
+
+@exercise(
+    draw_texts,
+    {
+        "the text drawn most often need not be the one that agrees most": (
+            lambda texts: Counter(texts).most_common(1)[0][0]
+        ),
+        "a text drawn twice has two votes": lambda texts: max(
+            texts, key=lambda text: sum(agreement(text, o) for o in {*texts})
+        ),
+    },
+)
+def most_agreed_in_loops(texts):
+    """Texts, drawn from the model -> the (first) one that agrees most."""
+    best, most = "", -1.0
+    for i, text in enumerate(texts):
+        others = texts[:i] + texts[i + 1 :]
+        votes = sum(agreement(text, other) for other in others)
+        if votes > most:
+            best, most = text, votes
+    return best
+
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# `max` takes a `key`. That a text agrees with itself adds the same to each.
+#
+# </details>
+# <details><summary>Answer</summary>
+#
+# ```python
+# def most_agreed(texts):
+#     def votes(text):
+#         return sum(agreement(text, other) for other in texts)
+#
+#     return max(texts, key=votes)
+# ```
+#
+# For the afternoon: draw twenty translations of each of 200 sentences, with
+# the nucleus of the chapter on greedy decoding, and let them vote, with BLEU
+# or your own measure of agreement. Is the elected one better than the beam's?
+#
+# </details>
+
+
+# %%
+@most_agreed_in_loops.solve
+def most_agreed(texts): ...
+
+
+# %% [markdown]
 # ### 6.1 Averaging checkpoints
 #
 # Near the end of training the weights wander about a good place, pushed by
@@ -5593,6 +6612,70 @@ def averages_are_means_and_stay_tied():
     assert models[0].src_embedding is models[0].tgt_embedding
     shared = models[0].src_embedding.weight
     assert shared.equal(mean["tgt_embedding.weight"])
+
+
+# %% [markdown]
+# #### Exercises
+#
+# **An ensemble** (a line). Averaging weights costs nothing when the model is
+# used. An *ensemble* costs more and often brings more: several models are
+# asked for the next word, and the mean of their probabilities is used. Beam
+# search wants its logarithm. The loop in the cell can afford to leave the
+# logarithms for a while, with 64 bits; you have 32.
+
+
+# %% tags=["exercise"]
+def draw_models():
+    return (60 * torch.randn(3, 2, 5),)
+
+
+@exercise(
+    draw_models,
+    {
+        "the logits are averaged, not the probabilities": (
+            lambda logits: logits.mean(0).log_softmax(-1)
+        ),
+        "the logarithms are averaged, not the probabilities": (
+            lambda logits: logits.log_softmax(-1).mean(0)
+        ),
+        "small probabilities become 0, and their logarithm -inf: do not leave "
+        "the logarithms": lambda logits: logits.softmax(-1).mean(0).log(),
+        "it is the sum of the probabilities, not yet their mean": (
+            lambda logits: logits.log_softmax(-1).logsumexp(0)
+        ),
+    },
+)
+def ensemble_in_loops(logits):
+    """logits (M, A, V) of M models -> log-probabilities (A, V)"""
+    result = torch.zeros(logits.shape[1:])
+    for a, w in itertools.product(*map(range, result.shape)):
+        total = 0.0
+        for model in logits:
+            total += float(model[a].double().softmax(-1)[w])
+        result[a, w] = math.log(total / len(logits))
+    return result
+
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# `torch.logsumexp` adds probabilities of which you have the logarithms.
+#
+# </details>
+# <details><summary>Answer</summary>
+#
+# ```python
+# def ensemble(logits):
+#     logs = logits.log_softmax(dim=-1)
+#     return logs.logsumexp(dim=0) - math.log(len(logits))
+# ```
+#
+# </details>
+
+
+# %%
+@ensemble_in_loops.solve
+def ensemble(logits): ...
 
 
 # %% [markdown]
@@ -6010,6 +7093,148 @@ def attention_against_the_alignment():
 # though nobody told the model which words belong together: it found out
 # because it helped to predict the next word. Before training no head did much
 # better than chance, and "same place" is right less than half of the time.
+
+# %% [markdown]
+# ### Exercises
+#
+# **Among how many words?** (a line). A head may look at one word or at all
+# alike. A fair number for it is e to the *entropy* of its weights, with the
+# mean of the entropies over the queries: 1 for a hard choice, S for none.
+# Compute it for all heads of all layers.
+
+
+# %% tags=["exercise"]
+def draw_maps():
+    scores = 3 * torch.randn(2, 2, 4, 4)
+    hidden = ~causal_mask(4)
+    return (scores.masked_fill(hidden, -math.inf).softmax(-1),)
+
+
+@exercise(
+    draw_maps,
+    {
+        "0 · log 0 is not a number, and should count as 0": (
+            lambda weights: (-weights * weights.log()).sum(-1).mean(-1).exp()
+        ),
+        "take the mean of the entropies first, then e to it": (
+            lambda weights: torch.special.entr(weights).sum(-1).exp().mean(-1)
+        ),
+        "the weights of all queries are mixed first: that tells whether they "
+        "look at the same word": lambda weights: (
+            torch.special.entr(weights.mean(-2)).sum(-1).exp()
+        ),
+    },
+)
+def looked_at_in_loops(weights):
+    """weights (N, H, T, S) -> (N, H)"""
+    N, H, T, _ = weights.shape
+    result = torch.zeros(N, H)
+    for n, h in itertools.product(range(N), range(H)):
+        entropy = 0.0
+        for row in weights[n, h].tolist():
+            entropy -= sum(w * math.log(w) for w in row if w) / T
+        result[n, h] = math.exp(entropy)
+    return result
+
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# `torch.special.entr` is −w log w, and 0 at 0.
+#
+# </details>
+# <details><summary>Answer</summary>
+#
+# ```python
+# def looked_at(weights):
+#     return torch.special.entr(weights).sum(-1).mean(-1).exp()
+# ```
+#
+# Try it on the cross-attention of `attention_maps`, before and after training.
+#
+# </details>
+
+
+# %%
+@looked_at_in_loops.solve
+def looked_at(weights): ...
+
+
+# %% [markdown]
+# **Through all layers** (three lines). A head of the second layer looks at
+# what the first layer has mixed already. *Attention rollout* (Abnar and
+# Zuidema, 2020) follows every path from a word at the top down to the words of
+# the sentence: at each layer half stays where it is, by the residual, and half
+# goes by the weights, averaged over the heads. How much arrives where? (A
+# rough measure: it knows nothing of norms and of the feed-forward networks.)
+
+
+# %% tags=["exercise"]
+def draw_stack():
+    return (torch.randn(3, 2, 4, 4).mul(2).softmax(-1),)
+
+
+def rolled(keep=0.5, downwards=False):
+    """The answer, but for what is wrong with it."""
+
+    def answer(weights):
+        result = torch.eye(weights.size(-1))
+        for layer in weights.mean(1).flip(0) if downwards else weights.mean(1):
+            step = keep * torch.eye(len(layer)) + (1 - keep) * layer
+            result = step @ result
+        return result
+
+    return answer
+
+
+@exercise(
+    draw_stack,
+    {
+        "half of each place stays by the residual: it is left out": rolled(0),
+        "the layers are taken in the wrong order": rolled(downwards=True),
+    },
+)
+def rollout_by_paths(weights):
+    """weights (N, H, S, S) of a stack -> (S, S), each row sums to 1."""
+
+    def arrives(top, bottom, layers):
+        """What goes from a place above so many layers to one below them."""
+        if layers == 0:
+            return float(top == bottom)
+        row = weights[layers - 1, :, top].mean(0).tolist()
+        on = [arrives(k, bottom, layers - 1) for k in range(len(row))]
+        return on[top] / 2 + sum(w * a for w, a in zip(row, on)) / 2
+
+    N, _, S, _ = weights.shape
+    return torch.tensor(
+        [[arrives(i, j, N) for j in range(S)] for i in range(S)]
+    )
+
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# Adding over all places between two steps is a product of matrices. The last
+# layer stands on the left.
+#
+# </details>
+# <details><summary>Answer</summary>
+#
+# ```python
+# def rollout(weights):
+#     result = torch.eye(weights.size(-1))
+#     for layer in weights.mean(dim=1):
+#         result = (layer + torch.eye(len(layer))) / 2 @ result
+#     return result
+# ```
+#
+# </details>
+
+
+# %%
+@rollout_by_paths.solve
+def rollout(weights): ...
+
 
 # %% [markdown]
 # ## Levers beyond the paper
