@@ -2367,7 +2367,7 @@ def likeness(p, q, d_model): ...
 # point in the plane, and pair i at position pos is turned by
 # pos / 10000^(2i/K). Then q·k depends on the distance of the two positions
 # alone. Write it without a loop. Which dimensions make a pair is for you to
-# choose: the cell does not compare numbers, but tries what such a turn must do.
+# choose: no numbers are compared, but what any such turn must do is tried.
 
 
 # %% tags=["exercise"]
