@@ -395,7 +395,9 @@ class Exercise:
 def shown(inputs):
     """The inputs of a failed trial, if they are small enough to read."""
     words = ", ".join(
-        f"a tensor of shape {tuple(x.shape)}"
+        "a function"
+        if callable(x)
+        else f"a tensor of shape {tuple(x.shape)}"
         if isinstance(x, torch.Tensor) and x.numel() > 12
         else repr(x.tolist() if isinstance(x, torch.Tensor) else x)
         for x in inputs

@@ -77,3 +77,13 @@ def test_the_heads_may_be_added_up_by_einsum():
         return torch.einsum("bhtk,hkd->btd", heads, rows)
 
     assert book.EXERCISES["sum_of_heads_in_loops"].verdict(added) == ""
+
+
+def test_a_function_among_the_inputs_is_named_in_words():
+    exercise = book.EXERCISES["reach_by_nudging"]
+
+    def sees_nothing(f, x):
+        return torch.zeros(len(x), len(x), dtype=torch.bool)
+
+    said = exercise.verdict(sees_nothing)
+    assert "a function" in said and "0x" not in said
