@@ -2366,8 +2366,8 @@ def likeness(p, q, d_model): ...
 # %% [markdown]
 # **Positions that turn** (an hour). Many later models add no encoding. They
 # *turn* queries and keys instead (Su et al., 2021): a pair of dimensions is a
-# point in the plane, and pair i at position pos is turned by
-# pos / 10000^(2i/K). Then q·k depends on the distance of the two positions
+# point in the plane, and pair i at position *pos* is turned by the angle
+# $pos/10000^{2i/K}$. Then q·k depends on the distance of the two positions
 # alone. Write it without a loop. Which dimensions make a pair is for you to
 # choose: no numbers are compared, but what any such turn must do is tried.
 
