@@ -395,7 +395,9 @@ class Exercise:
 def shown(inputs):
     """The inputs of a failed trial, if they are small enough to read."""
     words = ", ".join(
-        f"a tensor of shape {tuple(x.shape)}"
+        "a function"
+        if callable(x)
+        else f"a tensor of shape {tuple(x.shape)}"
         if isinstance(x, torch.Tensor) and x.numel() > 12
         else repr(x.tolist() if isinstance(x, torch.Tensor) else x)
         for x in inputs
@@ -612,6 +614,75 @@ def cost_of_a_layer(d=512, k=3):
 # only. The four matrices around them, which Section 3.2.2 brings, cost n·d²
 # each. Counted too, they make 14.8 million for 14 words, more than the other
 # two. What attention saves on short sentences is waiting, not work.)
+
+# %% [markdown]
+# ### Exercises
+#
+# **To the last product** (a line each). The table above leaves out parts of
+# both layers. Count every multiplication, for n words of width d: in
+# self-attention with its four d × d matrices, and in a recurrent layer, which
+# has two, one for the word and one for the state before it. The cell counts
+# them one by one; find the formulas.
+
+
+# %% tags=["exercise"]
+def draw_layer_sizes():
+    return torch.randint(1, 8, ()).item(), torch.randint(2, 9, ()).item()
+
+
+@exercise(
+    draw_layer_sizes,
+    {
+        "a weighted mean of the values costs as much as the products of "
+        "queries and keys, and is missing": lambda n, d: (
+            n * n * d + 4 * n * d * d,
+            2 * n * d * d,
+        ),
+        "the four matrices of self-attention are missing": lambda n, d: (
+            2 * n * n * d,
+            2 * n * d * d,
+        ),
+        "a recurrent layer multiplies the state too, not only the word": (
+            lambda n, d: (2 * n * n * d + 4 * n * d * d, n * d * d)
+        ),
+    },
+)
+def multiplications_in_loops(n, d):
+    """Those of (self-attention, a recurrent layer), for n words."""
+    attentive = recurrent = 0
+    for _word in range(n):
+        for _row, _column in itertools.product(range(d), repeat=2):
+            attentive += 4  # W_Q, W_K, W_V and W_O
+            recurrent += 2  # one times the word, one times the state
+        for _other_word, _dimension in itertools.product(range(n), range(d)):
+            attentive += 1  # query times key
+            attentive += 1  # weight times value
+    return attentive, recurrent
+
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# Replace each loop by a factor: how often is its body run?
+#
+# </details>
+# <details><summary>Answer</summary>
+#
+# ```python
+# def all_multiplications(n, d):
+#     return 2 * n * n * d + 4 * n * d * d, 2 * n * d * d
+# ```
+#
+# So self-attention never does less work than this recurrent layer, however
+# short the sentence. It does its work at once.
+#
+# </details>
+
+
+# %%
+@multiplications_in_loops.solve
+def all_multiplications(n, d): ...
+
 
 # %% [markdown]
 # ### The task we use throughout
@@ -922,6 +993,86 @@ class Stack(nn.Module):
 
 
 # %% [markdown]
+# #### Exercises
+#
+# **Back through the norm** (an hour). Take g = 1 and b = 0. `grad` holds the
+# derivatives of some loss by each number that LayerNorm gives; wanted are
+# those by each number of x. The cell nudges one number after the other, which
+# takes two passes for each. Find the formula, without autograd. Mind that
+# each x works in three ways: by itself, through μ and through σ².
+
+
+# %% tags=["exercise"]
+def draw_norm_gradient():
+    return tuple(torch.randn(2, 3, 6, dtype=torch.double))
+
+
+def norm_gradient(centre=True, spread=True):
+    """The answer, but for what is wrong with it."""
+
+    def answer(x, grad):
+        y = layer_norm(x, 1.0, 0.0)
+        root = (x.var(-1, correction=0, keepdim=True) + 1e-5).sqrt()
+        by_centre = grad.mean(-1, keepdim=True) if centre else 0
+        by_spread = (grad * y).mean(-1, keepdim=True) if spread else 0
+        return (grad - by_centre - by_spread * y) / root
+
+    return answer
+
+
+@exercise(
+    draw_norm_gradient,
+    {
+        "σ is taken for a constant, and so is μ": norm_gradient(0, 0),
+        "σ is taken for a constant": norm_gradient(spread=False),
+        "μ is taken for a constant": norm_gradient(centre=False),
+    },
+)
+def norm_gradient_in_loops(x, grad):
+    """x and grad (T, D) -> (T, D), the derivatives by each number of x."""
+    result, step = torch.zeros_like(x), 1e-6
+    for place in itertools.product(*map(range, x.shape)):
+        losses = []
+        for nudge in (step, -step):
+            nudged = x.clone()
+            nudged[place] += nudge
+            losses.append((layer_norm(nudged, 1.0, 0.0) * grad).sum())
+        result[place] = (losses[0] - losses[1]) / (2 * step)
+    return result
+
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# Let y be the result and r = √(σ² + ε). Then ∂μ/∂x = 1/D for each x of a
+# row, and ∂r/∂x comes out as y/D. Both act on every number of the row, so
+# each brings a mean over the row.
+#
+# </details>
+# <details><summary>Answer</summary>
+#
+# ```python
+# def layer_norm_gradient(x, grad):
+#     variance, mean = torch.var_mean(x, -1, correction=0, keepdim=True)
+#     root = (variance + 1e-5).sqrt()
+#     y = (x - mean) / root
+#     along_y = (grad * y).mean(-1, keepdim=True)
+#     return (grad - grad.mean(-1, keepdim=True) - along_y * y) / root
+# ```
+#
+# In each row, what comes back has mean 0 and (but for ε) no part along y. To
+# move all numbers of a row together, or to stretch them, changes nothing of
+# the result, so no loss can ask for it.
+#
+# </details>
+
+
+# %%
+@norm_gradient_in_loops.solve
+def layer_norm_gradient(x, grad): ...
+
+
+# %% [markdown]
 # ### 3.2 Attention
 #
 # Attention answers a question with a weighted mean. Each position asks with a
@@ -1077,7 +1228,7 @@ def products_have_variance_d_k(widths=(4, 16, 64, 256, 1024), spread=1.0):
 # keys already get a nearly hard choice at d_k = 512; divided, the weights
 # are as soft at 1,024 as at 4, and learning can begin anywhere.
 #
-# #### Exercises
+# ##### Exercises
 #
 # **Attention without a loop** (three lines). One query and many keys: the
 # cell says in loops what to compute. Say it in tensors.
@@ -1135,6 +1286,235 @@ def one_query_in_loops(q, K, V):
 # %%
 @one_query_in_loops.solve
 def ask(q, K, V): ...
+
+
+# %% [markdown]
+# **Scores of a thousand** (two lines). The weights are e^score as a share of
+# the row's sum. But e¹⁰⁰⁰ is more than a float can hold, and e⁻¹⁰⁰⁰ is 0.
+# The cell does without either, at the price of a loop in a loop. Write the
+# softmax with `exp` and `sum` only, so that no score is too large or small.
+
+
+# %% tags=["exercise"]
+def draw_large_scores():
+    return (torch.randn(3, 5) + torch.tensor([[0.0], [1000.0], [-1000.0]]),)
+
+
+def softmax_after(change):
+    """A softmax by `exp` and `sum` of scores that are changed before."""
+
+    def answer(scores):
+        shares = change(scores).exp()
+        return shares / shares.sum(-1, keepdim=True)
+
+    return answer
+
+
+@exercise(
+    draw_large_scores,
+    {
+        "for a score of 1000 it is inf / inf, for a row of −1000 it is 0 / 0, "
+        "and both are nan": softmax_after(lambda scores: scores),
+        "each row needs a shift of its own: far below the largest score of "
+        "all, a row is 0 / 0": softmax_after(lambda s: s - s.max()),
+        "where scores are cut off, their differences are lost, and those are "
+        "all that counts": softmax_after(lambda s: s.clamp(-80, 80)),
+    },
+)
+def softmax_in_loops(scores):
+    """(T, S) -> (T, S), the softmax of each row."""
+    result = torch.zeros_like(scores)
+    for t, row in enumerate(scores):
+        for s, score in enumerate(row):
+            result[t, s] = 1 / sum((other - score).exp() for other in row)
+    return result
+
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# Add the same number to every score of a row. What happens to the shares?
+#
+# </details>
+# <details><summary>Answer</summary>
+#
+# ```python
+# def safe_softmax(scores):
+#     shares = (scores - scores.amax(dim=-1, keepdim=True)).exp()
+#     return shares / shares.sum(dim=-1, keepdim=True)
+# ```
+#
+# A shift by m divides each e^score by e^m, and so their sum: the shares stay.
+#
+# </details>
+
+
+# %%
+@softmax_in_loops.solve
+def safe_softmax(scores): ...
+
+
+# %% [markdown]
+# **A query that may look nowhere** (two lines). With our `attention` its
+# result is finite, but means nothing. Let it be 0. For all other queries, a
+# forbidden key should be as if it did not exist.
+
+
+# %% tags=["exercise"]
+def draw_masked_queries():
+    mask = torch.rand(4, 6) < 0.6
+    mask[0, :2] = torch.tensor([True, False])
+    mask[1] = False
+    return torch.randn(4, 3), *torch.randn(2, 6, 3), mask
+
+
+@exercise(
+    draw_masked_queries,
+    {
+        "a query that may look nowhere gets the mean of all values": (
+            lambda Q, K, V, mask: attention(Q, K, V, mask)[0]
+        ),
+        "a row that is −∞ throughout is 0 / 0, and so nan": (
+            lambda Q, K, V, mask: (
+                (Q @ K.T / math.sqrt(Q.size(-1)))
+                .masked_fill(~mask, -math.inf)
+                .softmax(-1)
+                @ V
+            )
+        ),
+        "forbidden keys take their share of the weights, though it is then "
+        "set to 0: the rest does not sum to 1": (
+            lambda Q, K, V, mask: (attention(Q, K, V)[1] * mask) @ V
+        ),
+    },
+)
+def nowhere_in_loops(Q, K, V, mask):
+    """Q (T, K), K and V (S, K), mask (T, S) -> (T, K)"""
+    result = torch.zeros_like(Q)
+    for t, may_look in enumerate(mask):
+        if may_look.any():
+            keys, values = K[may_look], V[may_look]
+            result[t] = attention(Q[t : t + 1], keys, values)[0][0]
+    return result
+
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# `attention` is right for all other queries. Which ones to mend, the mask
+# says: `any` along the right axis.
+#
+# </details>
+# <details><summary>Answer</summary>
+#
+# ```python
+# def attend_or_not(Q, K, V, mask):
+#     output, _ = attention(Q, K, V, mask)
+#     return output * mask.any(dim=-1, keepdim=True)
+# ```
+#
+# </details>
+
+
+# %%
+@nowhere_in_loops.solve
+def attend_or_not(Q, K, V, mask): ...
+
+
+# %% [markdown]
+# **Keys that pass by** (an hour). One query, and keys and values that come
+# block by block, as if from a disk. When a block comes, those before it are
+# gone. The cell keeps them all; do it with one block and a few sums at a time.
+# Scores may be large. Fast attention for GPUs rests on this trick: it never
+# has the whole table of weights (Dao et al., 2022).
+
+
+# %% tags=["exercise"]
+class Passing(tuple):
+    """Blocks of tensors; each is set to 0 when the next one is asked for."""
+
+    def __iter__(self):
+        for block in super().__iter__():
+            block = [x.clone() for x in block]
+            yield block
+            for x in block:
+                x.zero_()
+
+
+def draw_passing():
+    sizes = torch.randint(1, 5, (3,)).tolist()
+    blocks = [(torch.randn(n, 4), torch.randn(n, 2)) for n in sizes]
+    return torch.randn(4) * 1000 ** torch.randint(2, ()), Passing(blocks)
+
+
+def running_sums(top):
+    """Sums of e^(score − top) over the blocks, the old ones left as is."""
+
+    def answer(q, blocks):
+        total, weighted, largest = 0.0, 0.0, torch.tensor(-math.inf)
+        for K, V in blocks:
+            scores = K @ q / math.sqrt(len(q))
+            largest = top(largest, scores.max())
+            shares = (scores - largest).exp()
+            total, weighted = total + shares.sum(), weighted + shares @ V
+        return weighted / total
+
+    return answer
+
+
+def look_at_the_end(q, blocks):
+    K, V = map(torch.cat, zip(*list(blocks)))
+    return attention(q[None], K, V)[0][0]
+
+
+@exercise(
+    draw_passing,
+    {
+        "e^score is inf for a large score: no largest score is taken off": (
+            running_sums(lambda old, new: 0.0)
+        ),
+        "the sums so far count from another largest score, and are not "
+        "scaled to the new one": running_sums(torch.maximum),
+        "the blocks are kept, but their keys and values are gone by then": (
+            look_at_the_end
+        ),
+    },
+)
+def attention_at_once(q, blocks):
+    """q (K,), blocks of K (n, K) and V (n, E) -> (E,), the weighted mean."""
+    kept = [(K.clone(), V.clone()) for K, V in blocks]
+    K, V = map(torch.cat, zip(*kept))
+    return attention(q[None], K, V)[0][0]
+
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# Keep the largest score so far, the sum of e^(score − largest), and the same
+# sum with each term times its value. When a larger score comes, by what
+# factor do both sums shrink?
+#
+# </details>
+# <details><summary>Answer</summary>
+#
+# ```python
+# def attend_in_passing(q, blocks):
+#     top, total, weighted = torch.tensor(-math.inf), 0.0, 0.0
+#     for K, V in blocks:
+#         scores = K @ q / math.sqrt(len(q))
+#         before, top = top, torch.maximum(top, scores.max())
+#         shares, shrink = (scores - top).exp(), (before - top).exp()
+#         total = total * shrink + shares.sum()
+#         weighted = weighted * shrink + shares @ V
+#     return weighted / total
+# ```
+#
+# </details>
+
+
+# %%
+@attention_at_once.solve
+def attend_in_passing(q, blocks): ...
 
 
 # %% [markdown]
@@ -1262,6 +1642,72 @@ def attention_ignores_order():
 
 
 # %% [markdown]
+# ##### Exercises
+#
+# **The sum of the heads** (a line). Nothing in the formula of multi-head
+# attention says so, but joining the heads and multiplying with W_O is a
+# *sum*: each head is multiplied with K rows of W_O that are its own, and the
+# results are added. The cell does that head by head. Do it without a loop.
+# (W_O is the paper's here, to be multiplied from the right.)
+
+
+# %% tags=["exercise"]
+def draw_some_heads():
+    return torch.randn(2, 3, 4, 2), torch.randn(6, 6)
+
+
+@exercise(
+    draw_some_heads,
+    {
+        "the axes of heads and positions are not swapped: a row holds numbers "
+        "of different positions": (
+            lambda heads, W_O: heads.reshape(2, 4, 6) @ W_O
+        ),
+        "the numbers of the heads take turns: head i should have the K rows "
+        "of W_O from i·K on": (
+            lambda heads, W_O: heads.permute(0, 2, 3, 1).flatten(-2) @ W_O
+        ),
+        "the heads are added up, not averaged": (
+            lambda heads, W_O: (heads @ W_O.unflatten(0, (3, 2))).mean(1)
+        ),
+    },
+)
+def sum_of_heads_in_loops(heads, W_O):
+    """heads (B, H, T, K), W_O (D, D) -> (B, T, D)"""
+    B, H, T, K = heads.shape
+    result = torch.zeros(B, T, W_O.size(1))
+    for b, i, t in itertools.product(range(B), range(H), range(T)):
+        rows = W_O[i * K : (i + 1) * K]
+        result[b, t] += heads[b, i, t] @ rows
+    return result
+
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# Two ways lead there: undo what `split` did and multiply once, or cut the
+# rows of W_O into H pieces and let `einsum` add over two axes.
+#
+# </details>
+# <details><summary>Answer</summary>
+#
+# ```python
+# def sum_of_heads(heads, W_O):
+#     return heads.transpose(1, 2).flatten(-2) @ W_O
+# ```
+#
+# With an `einsum`, where the sum is plain to see:
+# `torch.einsum("bhtk,hkd->btd", heads, W_O.unflatten(0, heads.shape[1::2]))`.
+#
+# </details>
+
+
+# %%
+@sum_of_heads_in_loops.solve
+def sum_of_heads(heads, W_O): ...
+
+
+# %% [markdown]
 # #### 3.2.3 Three uses, two masks
 #
 # | where | queries from | keys and values from | mask |
@@ -1332,7 +1778,139 @@ def masks_of_a_padded_batch():
 # **What to notice.** In the lower row the columns of `<pad>` are dark
 # for every query. In the squares, everything above the diagonal is dark
 # as well. The rows of `<pad>` are harmless, and never wholly dark.
+
+# %% [markdown]
+# ##### Exercises
 #
+# **A look back of r places** (two lines). Section 4 of the paper proposes to
+# restrict self-attention to r places near by, which makes it cheaper for long
+# texts. Write a causal mask for that: each position may look at itself and at
+# the r − 1 places before it. Make it from two ranges, without `tril`.
+
+
+# %% tags=["exercise"]
+def draw_look_back():
+    return torch.randint(5, 9, ()).item(), torch.randint(1, 5, ()).item()
+
+
+def look_back_where(allowed):
+    """A mask by a rule for how far back a look goes, and r."""
+
+    def answer(length, r):
+        places = torch.arange(length)
+        return allowed(places[:, None] - places, r)
+
+    return answer
+
+
+@exercise(
+    draw_look_back,
+    {
+        "the future is open": look_back_where(lambda back, r: back.abs() < r),
+        "rows and columns are exchanged: it looks ahead": (
+            look_back_where(lambda back, r: (back <= 0) & (back > -r))
+        ),
+        "no position may look at itself": (
+            look_back_where(lambda back, r: (back > 0) & (back < r))
+        ),
+        "the look goes r places back, so that r + 1 are seen": (
+            look_back_where(lambda back, r: (back >= 0) & (back <= r))
+        ),
+    },
+)
+def look_back_in_loops(length, r):
+    """(T, T), boolean, True where the row may look at the column."""
+    mask = torch.zeros(length, length, dtype=torch.bool)
+    for query in range(length):
+        for key in range(length):
+            mask[query, key] = query - r < key <= query
+    return mask
+
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# A range as a column minus a range as a row is a table of distances.
+#
+# </details>
+# <details><summary>Answer</summary>
+#
+# ```python
+# def look_back_mask(length, r):
+#     back = torch.arange(length)[:, None] - torch.arange(length)
+#     return (back >= 0) & (back < r)
+# ```
+#
+# How far back does a stack of N such layers see? N·(r − 1) places.
+#
+# </details>
+
+
+# %%
+@look_back_in_loops.solve
+def look_back_mask(length, r): ...
+
+
+# %% [markdown]
+# **Several sentences in one row** (a line). Padding is a waste. Some put
+# sentences end to end instead, and number them: 0 0 0 1 1 2 2 2 2. Then a word
+# may look at its own sentence only, and not at its future. The result should
+# serve all heads, as our masks do.
+
+
+# %% tags=["exercise"]
+def draw_row_of_sentences():
+    return (torch.randint(2, (2, 7)).cumsum(1),)
+
+
+@exercise(
+    draw_row_of_sentences,
+    {
+        "a word may look at the sentences before its own": (
+            lambda number: causal_mask(7).expand(2, 1, 7, 7)
+        ),
+        "the future is open": lambda number: (
+            number[:, None, :, None] == number[:, None, None, :]
+        ),
+        "the axis of the heads, of size 1, is missing": lambda number: (
+            (number[:, :, None] == number[:, None, :]) & causal_mask(7)
+        ),
+    },
+)
+def row_of_sentences_in_loops(number):
+    """(B, T) numbers of sentences -> (B, 1, T, T), True: may attend."""
+    B, T = number.shape
+    mask = torch.zeros(B, 1, T, T, dtype=torch.bool)
+    for b, query, key in itertools.product(range(B), range(T), range(T)):
+        same = number[b, query] == number[b, key]
+        mask[b, 0, query, key] = same and key <= query
+    return mask
+
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# Compare the numbers with themselves: once as columns, once as rows. `None`
+# in an index makes an axis of size 1.
+#
+# </details>
+# <details><summary>Answer</summary>
+#
+# ```python
+# def sentence_mask(number):
+#     same = number[:, None, :, None] == number[:, None, None, :]
+#     return same & causal_mask(number.size(1))
+# ```
+#
+# </details>
+
+
+# %%
+@row_of_sentences_in_loops.solve
+def sentence_mask(number): ...
+
+
+# %% [markdown]
 # ### 3.3 Position-wise feed-forward networks
 #
 # Attention mixes positions; this part does not. One small network of two
@@ -1376,6 +1954,73 @@ def feed_forward_is_two_convolutions():
     hidden = F.conv1d(channels, ours.W_1.weight[..., None], ours.W_1.bias)
     output = F.conv1d(hidden.relu(), ours.W_2.weight[..., None], ours.W_2.bias)
     torch.testing.assert_close(ours(x), output.transpose(1, 2))
+
+
+# %% [markdown]
+# #### Exercises
+#
+# **Which unit speaks?** (a line). The network is also a sum over its F hidden
+# units. Unit f compares x with row f of `W_1` and, as far as they agree, adds
+# column f of `W_2` to the result. (Geva et al., 2021, call this a memory of
+# keys and values.) How long is the vector that each unit adds at each
+# position? The matrices are as `nn.Linear` keeps them.
+
+
+# %% tags=["exercise"]
+def draw_feed_forward():
+    F_, D = 6, 4
+    return (torch.randn(3, D), torch.randn(F_, D), torch.randn(F_),
+            torch.randn(D, F_))  # fmt: skip
+
+
+@exercise(
+    draw_feed_forward,
+    {
+        "a unit that is below 0 adds nothing: the ReLU is missing": (
+            lambda x, W_1, b_1, W_2: (x @ W_1.T + b_1).abs() * W_2.norm(dim=0)
+        ),
+        "the bias b_1 is missing": (
+            lambda x, W_1, b_1, W_2: (x @ W_1.T).relu() * W_2.norm(dim=0)
+        ),
+        "what a unit adds is a column of W_2, not the row of W_1 with which "
+        "it compares": (
+            lambda x, W_1, b_1, W_2: (
+                F.linear(x, W_1, b_1).relu() * W_1.norm(dim=1)
+            )
+        ),
+    },
+)
+def units_in_loops(x, W_1, b_1, W_2):
+    """x (T, D), W_1 (F, D), b_1 (F,), W_2 (D, F) -> lengths (T, F)"""
+    result = torch.zeros(len(x), len(W_1))
+    for t, position in enumerate(x):
+        for f, (row, bias) in enumerate(zip(W_1, b_1)):
+            agree = sum(row * position) + bias
+            added = max(0.0, agree) * W_2[:, f]
+            result[t, f] = math.sqrt(sum(added**2))
+    return result
+
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# A vector that is stretched a-fold is a times as long (a ≥ 0). So the length
+# of each column is needed once, not at every position.
+#
+# </details>
+# <details><summary>Answer</summary>
+#
+# ```python
+# def loudness(x, W_1, b_1, W_2):
+#     return (x @ W_1.T + b_1).relu() * W_2.norm(dim=0)
+# ```
+#
+# </details>
+
+
+# %%
+@units_in_loops.solve
+def loudness(x, W_1, b_1, W_2): ...
 
 
 # %% [markdown]
@@ -1431,6 +2076,84 @@ def scale_of_embeddings():
     print(f"stored  {table.weight.std():.3f}   as input  {rows.std():.3f}")
     vector = F.layer_norm(torch.randn(1000, 512), (512,))
     print(f"logits  {table.logits(vector).std():.3f}")
+
+
+# %% [markdown]
+# #### Exercises
+#
+# **What the words learn** (a line). `grad` says for each position how the
+# loss changes with the vector that the embedding gave there. Wanted is the
+# gradient of the whole table, a row for each word of the vocabulary. Find it
+# without autograd. A word may stand at several places, or at none.
+
+
+# %% tags=["exercise"]
+def draw_words_read():
+    return torch.randint(4, (7,)), torch.randn(7, 4), 5
+
+
+def words_learn(scale=2, mean=False):
+    """The answer for D = 4, but for what is wrong with it."""
+
+    def answer(tokens, grad, vocab):
+        places = F.one_hot(tokens, vocab).float()
+        times = places.sum(0).clamp(min=1)[:, None] if mean else 1
+        return scale * places.T @ grad / times
+
+    return answer
+
+
+def put_rows(tokens, grad, vocab):
+    table = torch.zeros(vocab, 4)
+    table[tokens] += 2 * grad
+    return table
+
+
+@exercise(
+    draw_words_read,
+    {
+        "a word that stands at several places learns from one of them "
+        "only: `table[tokens] += …` does not add twice": put_rows,
+        "the embedding multiplies by √D, so its gradient does too": (
+            words_learn(scale=1)
+        ),
+        "the places of a word are to be added up, not averaged": (
+            words_learn(mean=True)
+        ),
+    },
+)
+def words_learn_in_loops(tokens, grad, vocab):
+    """tokens (T,), grad (T, D) -> (V, D), the gradient of the table."""
+    table = torch.zeros(vocab, grad.size(1))
+    for token, row in zip(tokens.tolist(), grad):
+        for j in range(len(row)):
+            table[token, j] += math.sqrt(len(row)) * row[j]
+    return table
+
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# To look up a row is to multiply the table with a vector that is 1 at one
+# word and 0 elsewhere (`F.one_hot`). Going back, multiply with its transpose.
+#
+# </details>
+# <details><summary>Answer</summary>
+#
+# ```python
+# def embedding_gradient(tokens, grad, vocab):
+#     places = F.one_hot(tokens, vocab).to(grad)  # (T, V)
+#     return places.T @ grad * math.sqrt(grad.size(1))
+# ```
+#
+# Or, without the large matrix of ones and zeros, by `index_add`.
+#
+# </details>
+
+
+# %%
+@words_learn_in_loops.solve
+def embedding_gradient(tokens, grad, vocab): ...
 
 
 # %% [markdown]
@@ -1569,6 +2292,180 @@ def shifting_is_linear():
     for k in (1, 3, 50):
         shifted = encoding[:-k] @ shift_matrix(k, 64).T
         torch.testing.assert_close(shifted, encoding[k:], atol=1e-4, rtol=0)
+
+
+# %% [markdown]
+# #### Exercises
+#
+# **How alike are two places?** (two lines). The cell multiplies the encodings
+# of places p and q: for each pair of dimensions, sine times sine plus cosine
+# times cosine. Find the same numbers with one cosine for each pair. What do
+# they depend on?
+
+
+# %% tags=["exercise"]
+def draw_two_places():
+    p = torch.randint(1000, (5,)).double()
+    return p, p + torch.randint(-50, 51, (5,)), 8
+
+
+def likeness_with(speeds, cosine=lambda p, q, w: ((p - q) * w).cos()):
+    """The answer with other speeds w of the clocks, or another cosine."""
+    return lambda p, q, D: cosine(p[:, None], q[:, None], speeds(D)).sum(-1)
+
+
+@exercise(
+    draw_two_places,
+    {
+        "the sines are missing": likeness_with(
+            lambda D: 10_000 ** (-torch.arange(0, D, 2) / D),
+            lambda p, q, w: (p * w).cos() * (q * w).cos(),
+        ),
+        "there is a speed for each dimension, and should be one for each "
+        "pair": likeness_with(lambda D: 10_000 ** (-torch.arange(D) / D)),
+        "the 2 of the exponent counts twice: 0, 2, 4 … is 2i already": (
+            likeness_with(lambda D: 10_000 ** (-2 * torch.arange(0, D, 2) / D))
+        ),
+    },
+)
+def likeness_in_loops(p, q, d_model):
+    """Places p and q (n,) -> (n,), the products of their encodings."""
+    result = torch.zeros_like(p)
+    for n in range(len(p)):
+        for i in range(d_model // 2):
+            a, b = (x[n] / 10_000 ** (2 * i / d_model) for x in (p, q))
+            result[n] += a.sin() * b.sin() + a.cos() * b.cos()
+    return result
+
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# What is the cosine of a difference of two angles?
+#
+# </details>
+# <details><summary>Answer</summary>
+#
+# ```python
+# def likeness(p, q, d_model):
+#     speeds = 10_000 ** (-torch.arange(0, d_model, 2) / d_model)
+#     return ((p - q)[:, None] * speeds).cos().sum(dim=-1)
+# ```
+#
+# Only the distance counts, and its sign does not. So the product alone can't
+# tell before from after.
+#
+# </details>
+
+
+# %%
+@likeness_in_loops.solve
+def likeness(p, q, d_model): ...
+
+
+# %% [markdown]
+# **Positions that turn** (an hour). Many later models add no encoding. They
+# *turn* queries and keys instead (Su et al., 2021): a pair of dimensions is a
+# point in the plane, and pair i at position *pos* is turned by the angle
+# $pos/10000^{2i/K}$. Then q·k depends on the distance of the two positions
+# alone. Write it without a loop. Which dimensions make a pair is for you to
+# choose: no numbers are compared, but what any such turn must do is tried.
+
+
+# %% tags=["exercise"]
+def judge_turning(turn):
+    x, y = torch.randn(2, 6, 8)
+    places, zeros = torch.randint(40, (6,)), torch.zeros(6).long()
+    turned = turn(x.clone(), places)
+    if turned is None:
+        return UNFILLED
+    if turned.shape != x.shape:
+        return f"(T, K) is {(*x.shape,)}, the result {(*turned.shape,)}"
+    if unlike(turn(x, zeros), x, ""):
+        return "at position 0 the angles are 0, yet something changes"
+    if unlike(turned.norm(dim=-1), x.norm(dim=-1), ""):
+        return "a vector's length changes, so that is no turn"
+    products = (turned * turn(y, places + 3)).sum(-1)
+    if unlike((turn(x, zeros) * turn(y, zeros + 3)).sum(-1), products, ""):
+        return "q·k changes when both positions move on by as much"
+    speeds = 10_000 ** (-torch.arange(0, 8, 2) / 8)
+    for place in (1, 2, 30):  # the trace is the same for all choices of pairs
+        trace = turn(torch.eye(8), torch.full((8,), place)).trace()
+        if unlike(trace, 2 * (place * speeds).cos().sum(), ""):
+            return (
+                f"at position {place} it turns, but not by the angles "
+                "pos / 10000^(2i/K)"
+            )
+    return ""
+
+
+def turn_pairs(angles, sign=-1):
+    """Turn the pairs (2i, 2i + 1), but for what is wrong with it."""
+
+    def answer(x, places):
+        turns = angles(places[:, None], torch.arange(0, 8, 2) / 8)
+        cos, sin = turns.cos(), turns.sin()
+        even, odd = x[:, ::2], x[:, 1::2]
+        pairs = cos * even + sign * sin * odd, sin * even + cos * odd
+        return torch.stack(pairs, dim=-1).flatten(-2)
+
+    return answer
+
+
+@exercise(
+    judge=judge_turning,
+    slips={
+        "pairs left apart": lambda x, places: x.unflatten(-1, (-1, 2)),
+        "it adds": lambda x, places: x + positional_encoding(50, 8)[places],
+        "both sines have one sign": turn_pairs(
+            lambda pos, e: pos / 10_000**e, sign=1
+        ),
+        "the angle is not in proportion to the position": turn_pairs(
+            lambda pos, e: (pos / 10_000**e) ** 2
+        ),
+        "i stands for 2i": turn_pairs(lambda pos, e: pos / 10_000 ** (e / 2)),
+    },
+)
+def turning_in_loops(x, places):
+    """x (T, K), places (T,) -> (T, K), with the pairs (2i, 2i + 1)."""
+    result = torch.zeros_like(x)
+    for t, place in enumerate(places.tolist()):
+        for j in range(0, x.size(1), 2):
+            angle = place / 10_000 ** (j / x.size(1))
+            c, s = math.cos(angle), math.sin(angle)
+            result[t, j] = c * x[t, j] - s * x[t, j + 1]
+            result[t, j + 1] = s * x[t, j] + c * x[t, j + 1]
+    return result
+
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# A point in the plane is a complex number, and to turn it by an angle is to
+# multiply it with e^(i·angle). See `torch.view_as_complex`, `torch.polar` and
+# `torch.view_as_real`.
+#
+# </details>
+# <details><summary>Answer</summary>
+#
+# ```python
+# def turn_by_place(x, places):
+#     K = x.size(-1)
+#     angles = places[:, None] / 10_000 ** (torch.arange(0, K, 2) / K)
+#     points = torch.view_as_complex(x.unflatten(-1, (-1, 2)))  # (T, K/2)
+#     turned = points * torch.polar(torch.ones_like(angles), angles)
+#     return torch.view_as_real(turned).flatten(-2)
+# ```
+#
+# Turned by m and by n, q and k stand at the angle between them plus n − m. So
+# the positions enter by their distance only.
+#
+# </details>
+
+
+# %%
+@turning_in_loops.solve
+def turn_by_place(x, places): ...
 
 
 # %% [markdown]
@@ -1926,7 +2823,277 @@ def gradients_of_both_orders():
 # the first's (1.10 against 0.03); with pre-norm the largest is less than
 # twice the smallest. A large first step would ruin the last layers of a
 # post-norm stack, so its learning rate must start small.
+
+# %% [markdown]
+# ### Exercises
 #
+# **Find the leak** (two lines). `f` takes T vectors and gives T vectors.
+# Which outputs depend on which inputs? The cell changes one input after the
+# other and looks what moves. Find it from the derivatives. With such a tool
+# you can see a mask at work, or a leak in one, in any model.
+
+
+# %% tags=["exercise"]
+def draw_black_box():
+    mask = torch.rand(5, 5) < 0.5
+    mask[:, 1] = True
+    mask[:, 0] = torch.tensor([True, False, False, False, False])
+    return (lambda x: attention(x, x, x, mask)[0]), torch.randn(5, 3)
+
+
+def one_backward_pass(f, x):
+    x = x.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(f(x).sum(), x)
+    return (grad != 0).any(-1).expand(len(x), len(x))
+
+
+@exercise(
+    draw_black_box,
+    {
+        "rows and columns are exchanged: the rows are the outputs": (
+            lambda f, x: (
+                torch.autograd.functional.jacobian(f, x)
+                .abs()
+                .sum((1, 3))
+                .gt(0)
+                .T
+            )
+        ),
+        "the gradient of the sum can't tell which output it came from": (
+            one_backward_pass
+        ),
+    },
+)
+def reach_by_nudging(f, x):
+    """(T, T), boolean: does output t, the row, depend on input s?"""
+    reach = torch.zeros(len(x), len(x), dtype=torch.bool)
+    for s in range(len(x)):
+        changed = x.clone()
+        changed[s] += 1
+        for t, (before, after) in enumerate(zip(f(x), f(changed))):
+            reach[t, s] = (before != after).any()
+    return reach
+
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# `torch.autograd.functional.jacobian(f, x)` has four axes: place and dimension
+# of the output, place and dimension of the input.
+#
+# </details>
+# <details><summary>Answer</summary>
+#
+# ```python
+# def dependence(f, x):
+#     jacobian = torch.autograd.functional.jacobian(f, x)  # (T, D, T, D)
+#     return (jacobian != 0).any(dim=3).any(dim=1)
+# ```
+#
+# What comes out is not quite the mask. An output that chooses among two keys
+# or more depends on its own input too, by way of the query.
+#
+# </details>
+
+
+# %%
+@reach_by_nudging.solve
+def dependence(f, x): ...
+
+
+# %% [markdown]
+# **The decoder alone** (an hour). Most large language models are one stack: no
+# encoder, no cross-attention, each word predicted from those before it. Build
+# one from the parts of this book, with sizes from a `Config`: tokens (B, T) go
+# in, logits (B, T, V) come out, and the embeddings are tied. What is tried:
+# shapes, the number of weights, that the future is hidden, that order counts.
+
+
+# %% tags=["exercise"]
+def judge_decoder_alone(build):
+    for N in (1, 2):
+        c = tiny_model(N=N).config
+        D, F_, V = c.d_model, c.d_ff, c.tgt_vocab
+        model = build(c).eval()
+        tokens = torch.stack([torch.randperm(10)[:6] + 4 for _ in range(3)])
+        logits = model(tokens)
+        if logits is None:
+            return UNFILLED
+        if logits.shape != (3, 6, V):
+            return f"(B, T, V) is {(3, 6, V)}, the result {(*logits.shape,)}"
+        later = torch.cat([tokens[:, :4], tokens[:, :2]], dim=1)
+        if unlike(model(later)[:, :4], logits[:, :4], ""):
+            return "the words of the future change the logits before them"
+        swapped = tokens[:, [1, 0, 2, 3, 4, 5]]
+        if not unlike(model(swapped)[:, 2:], logits[:, 2:], ""):
+            return "the order of earlier words makes no difference"
+        count = parameter_count(model)
+        wanted = V * D + N * (4 * D * D + 2 * D * F_ + F_ + D + 4 * D)
+        if count != wanted:
+            return (
+                f"with N = {N} there should be {wanted} weights, and yours "
+                f"has {count}: are the embeddings tied, all layers known to "
+                "torch, and no parts there that are not needed?"
+            )
+    return ""
+
+
+class SlippedDecoder(nn.Module):
+    """The answer, but for what is wrong with it."""
+
+    def __init__(self, config, mask=target_mask, lost=False, untied=False):
+        super().__init__()
+        sizes = config.tgt_vocab, config.d_model
+        self.embedding = Embedding(*sizes)
+        self.output = Embedding(*sizes) if untied else self.embedding
+        self.position = nn.Identity() if lost else PositionalEncoding(config)
+        self.stack, self.mask = Stack(EncoderLayer, config), mask
+
+    def forward(self, tokens):
+        x = self.position(self.embedding(tokens))
+        return self.output.logits(self.stack(x, self.mask(tokens)))
+
+
+@exercise(
+    judge=judge_decoder_alone,
+    slips={
+        "states, no logits": lambda c: Embedding(c.tgt_vocab, c.d_model),
+        "the future is open": partial(SlippedDecoder, mask=padding_mask),
+        "no positions": partial(SlippedDecoder, lost=True),
+        "not tied": partial(SlippedDecoder, untied=True),
+    },
+)
+def decoder_alone(config):
+    """A module: tokens (B, T) -> logits (B, T, V), of the words so far."""
+
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# A decoder layer without cross-attention is an encoder layer. Only the mask
+# makes it a decoder.
+#
+# </details>
+# <details><summary>Answer</summary>
+#
+# ```python
+# class DecoderAlone(nn.Module):
+#     def __init__(self, config):
+#         super().__init__()
+#         self.embedding = Embedding(config.tgt_vocab, config.d_model)
+#         self.position = PositionalEncoding(config)
+#         self.stack = Stack(EncoderLayer, config)
+#
+#     def forward(self, tokens):
+#         x = self.position(self.embedding(tokens))  # (B, T, D)
+#         x = self.stack(x, target_mask(tokens))
+#         return self.embedding.logits(x)
+# ```
+#
+# </details>
+
+
+# %%
+@decoder_alone.solve
+class DecoderAlone(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        ...
+
+    def forward(self, tokens): ...
+
+
+# %% [markdown]
+# **… and with positions that turn** (an afternoon). Now let it add no
+# positions: let it turn queries and keys in each head instead, as in the last
+# exercise of Section 3.5. The weights stay as many. It is tried, too, that
+# padding on the *left* changes nothing. With added positions, it would.
+
+
+# %% tags=["exercise"]
+def judge_turning_decoder(build):
+    if wrong := judge_decoder_alone(build):
+        return wrong
+    model = build(tiny_model().config).eval()
+    tokens = torch.randint(4, 14, (3, 6))
+    moved = model(F.pad(tokens, (5, 0)))[:, 5:]  # PAD is 0
+    if unlike(moved, model(tokens), ""):
+        return (
+            "five places of padding on the left change the logits: they "
+            "depend on more than the distances, or padding is looked at"
+        )
+    return ""
+
+
+@exercise(
+    judge=judge_turning_decoder,
+    slips={
+        "positions are added": SlippedDecoder,
+        "no positions at all": partial(SlippedDecoder, lost=True),
+    },
+)
+def turning_decoder(config):
+    """The same module, whose heads turn their queries and keys."""
+
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# Only `forward` of `MultiHeadAttention` has to change: turn Q and K after they
+# are split into heads. A `Stack` can be built as it is, and the attention of
+# its layers exchanged.
+#
+# </details>
+# <details><summary>Answer</summary>
+#
+# ```python
+# class TurningAttention(MultiHeadAttention):
+#     def turned(self, x):
+#         places = torch.arange(x.size(2), device=x.device)[:, None]
+#         pairs = torch.arange(0, self.d_k, 2, device=x.device)
+#         angles = places / 10_000 ** (pairs / self.d_k)  # (T, K/2)
+#         cos, sin = angles.cos(), angles.sin()
+#         a, b = x[..., ::2], x[..., 1::2]  # (B, H, T, K/2)
+#         return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
+#
+#     def forward(self, query, key, value, mask=None):
+#         Q = self.turned(self.split(self.W_Q(query)))
+#         K = self.turned(self.split(self.W_K(key)))
+#         V = self.split(self.W_V(value))
+#         heads, _ = attention(Q, K, V, mask)
+#         return self.W_O(heads.transpose(1, 2).flatten(-2))
+#
+#
+# class TurningDecoder(nn.Module):
+#     def __init__(self, config):
+#         super().__init__()
+#         self.embedding = Embedding(config.tgt_vocab, config.d_model)
+#         self.stack = Stack(EncoderLayer, config)
+#         for layer in self.stack.layers:
+#             layer.self_attention = TurningAttention(config)
+#
+#     def forward(self, tokens):
+#         x = self.stack(self.embedding(tokens), target_mask(tokens))
+#         return self.embedding.logits(x)
+# ```
+#
+# The dimensions come out in another order, evens before odds. As it is the
+# same for Q and K, the products do not notice.
+#
+# </details>
+
+
+# %%
+@turning_decoder.solve
+class TurningDecoder(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        ...
+
+    def forward(self, tokens): ...
+
+
+# %% [markdown]
 # ## 5 Training
 #
 # ### 5.1 Training data and batching
