@@ -30,8 +30,9 @@
 #
 # **In an evening: from the paper to a translator.** Read from top to bottom as
 # far as Section 6.1. Leave out *How the charts are drawn*, *Making it fast*,
-# and the grammar of the generated corpus (from *Nouns and adjectives* on; go
-# straight to *Words and vocabularies*). End with all of *Looking at
+# the grammar of the generated corpus (from *Nouns and adjectives* on; go
+# straight to *Words and vocabularies*) and, unless you like to reckon with a
+# pencil, *One example through everything*. End with all of *Looking at
 # attention*.
 #
 # **All of it.** The rest is for those who want to train on real text: speed,
@@ -4689,8 +4690,9 @@ def step_words():
 #    gradient at a state is the sum of E's rows, weighted by these differences.
 # 2. From the norm's result back to its sum s. Write n for the result, g for
 #    the gradient at it, and σ for the root of the variance. Since mean and
-#    variance depend on s too, the gradient at s is (g − mean(g) − n · mean(g ⊙
-#    n)) / σ.
+#    variance depend on s too, the gradient at s is
+#    (g − mean(g) − n · mean(g ⊙ n)) / σ. (*Back through the norm*, an exercise
+#    of Section 3.1, asks you to find that.)
 # 3. From the sum to the weight: hidden unit times gradient at s, added up over
 #    the rows.
 
