@@ -4395,7 +4395,6 @@ def recorded(model, src, tgt):
     return logits, seen
 
 
-@functools.cache
 def hand_pass():
     """The model, its logits (T, V), and what its modules took and gave."""
     model = hand_model()
