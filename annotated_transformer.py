@@ -4405,8 +4405,8 @@ def hand_pass():
 
 def eight_wide(x, places=3):
     """Eight characters: a whole number, or one rounded."""
-    if float(x).is_integer():
-        return f"{x + 0.0:8.0f}"
+    if math.isfinite(x) and abs(x - round(x)) < 1e-14:  # but for noise
+        return f"{round(x):8}"
     return f"{round(x, places) + 0.0:8.{places}f}"
 
 
@@ -4637,7 +4637,7 @@ def step_states():
 # targets y are smoothed: 0.1 / 8 = 0.0125 for each word, and 0.9 more for the
 # right one.
 #
-# By hand: the state of `<s>` is (0.000, 1.592, −0.480, −1.112), the row of
+# By hand: the state of `<s>` is (0, 1.592, −0.480, −1.112), the row of
 # *Anna* (−1, 1, −1, −1), so the logit is 1.592 + 0.480 + 1.112 = 3.184. Its
 # probability is 0.661, and the loss unsmoothed would be −ln 0.661 = 0.414.
 

@@ -170,8 +170,10 @@ def test_one_gradient_by_hand_is_the_slope(unit):
 
 
 def test_numbers_are_shown_in_eight_characters():
-    shown = [book.eight_wide(x) for x in (2.0, -0.0, -0.0001, 0.5, -math.inf)]
-    assert [x.strip() for x in shown] == ["2", "0", "0.000", "0.500", "-inf"]
+    numbers = (2.0, -0.0, 1e-16, -0.0001, 0.5, -math.inf)
+    shown = [book.eight_wide(x) for x in numbers]
+    wanted = ["2", "0", "0", "0.000", "0.500", "-inf"]
+    assert [x.strip() for x in shown] == wanted
     assert {len(x) for x in shown} == {8}
 
 
