@@ -614,6 +614,509 @@ def cost_of_a_layer(d=512, k=3):
 # two. What attention saves on short sentences is waiting, not work.)
 
 # %% [markdown]
+# ### Table 1, counted
+#
+# *You may pass over this section: it examines what the last one said, and
+# nothing later needs to be read with it.* All three kinds of layer fit into
+# a cell. Each takes n positions of width d, and gives as many. (Attention is
+# here without its projections, as Table 1 counts it, unless they are given.)
+
+
+# %%
+def attending(x, *projections):
+    """Self-attention, (n, d) -> (n, d), with no or four projections."""
+    W_Q, W_K, W_V, W_O = projections or [None] * 4
+    Q, K, V = (x if W is None else x @ W for W in (W_Q, W_K, W_V))
+    mean = (Q @ K.T / math.sqrt(x.size(-1))).softmax(-1) @ V
+    return mean if W_O is None else mean @ W_O
+
+
+def recurring(x, W, U):
+    """The simplest recurrent layer, (n, d) -> (n, d)."""
+    states = [torch.zeros_like(x[:1])]
+    for new in (x @ W).split(1):  # one position after the other
+        states.append((new + states[-1] @ U).tanh())
+    return torch.cat(states[1:])
+
+
+def convolving(x, kernel, gap=1, groups=1):
+    """A convolution of width k, (n, d) -> (n, d); kernel (d, d, k).
+
+    Each position sees itself and k - 1 before it, `gap` apart.
+    """
+    before = F.pad(x.T[None], (gap * (kernel.size(-1) - 1), 0))
+    return F.conv1d(before, kernel, dilation=gap, groups=groups)[0].T
+
+
+# %% [markdown]
+# And four instruments. `multiplications` has torch count, on tensors that
+# have a shape but no numbers. `turns` walks back through what led to a
+# result, and finds the longest chain of products that had to wait for one
+# another. `depends` asks the derivatives which outputs depend on which
+# inputs. `growth` fits an exponent: cost grows as size to the power of it.
+
+
+# %% tags=["plumbing"]
+def multiplications(function, *shapes):
+    """How many multiplications a call takes in its matrix products."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        function(*(torch.empty(shape) for shape in shapes))
+    return counter.get_total_flops() // 2  # as many again are additions
+
+
+def turns(output):
+    """The longest chain of products, each waiting for the one before."""
+    products = ("Mm", "Bmm", "Addmm", "Convolution", "Mul")
+    longest, todo = {}, [output.grad_fn]
+    while todo:
+        before = [n for n, _ in todo[-1].next_functions if n is not None]
+        waiting = [n for n in before if n not in longest]
+        todo += waiting
+        if not waiting:
+            node = todo.pop()
+            chain = max((longest[n] for n in before), default=0)
+            longest[node] = chain + node.name().startswith(products)
+    return longest[output.grad_fn]
+
+
+def depends(outputs, inputs):
+    """(T, ...), (..., S, D) -> (T, ..., S): does output t need input s?"""
+    rows = []
+    for row in outputs:  # a random mixture, lest its parts cancel out
+        mixture = (row * torch.randn_like(row)).sum()
+        (slope,) = torch.autograd.grad(mixture, inputs, retain_graph=True)
+        rows.append((slope != 0).any(-1))
+    return torch.stack(rows)
+
+
+def growth(sizes, costs):
+    """The exponent p of cost ~ size to the p: a slope, log against log."""
+    x, y = (
+        torch.tensor([*v], dtype=torch.double).log() for v in (sizes, costs)
+    )
+    x, y = x - x.mean(), y - y.mean()
+    return (x @ y / (x @ x)).item()
+
+
+# %% [markdown]
+# What recurrent models cannot do (Section 1): work on all positions of a
+# sentence at once. It is the nonlinearity that forces the waiting. A
+# recurrence without it, as some later models have, can be computed by
+# doubling, and the claim fails.
+
+
+# %% tags=["claim"]
+def doubling(x, keep):
+    """state = keep · state + x for all positions, in log₂ n rounds."""
+    for i in range(math.ceil(math.log2(len(x)))):
+        far = F.pad(x, (0, 0, 2**i, 0))[: len(x)]  # from 2ⁱ places before
+        x = x + far * keep ** (2**i)
+    return x
+
+
+@claim(
+    "1",
+    "A recurrent network cannot work on the positions of one sentence in "
+    "parallel: each state waits for the one before",
+    unless={"linear": True},
+)
+def recurrence_waits(lengths=(8, 16, 32, 64, 128), d=8, linear=False):
+    counts = []
+    for n in lengths:
+        x = torch.randn(n, d, requires_grad=True)
+        W, U = torch.randn(2, d, d)
+        keep = torch.rand(d)
+        counts.append(
+            turns(doubling(x, keep) if linear else recurring(x, W, U))
+        )
+    return counts == list(lengths), (
+        f"for {lengths} positions the longest chain of products that wait "
+        f"for one another is {counts}"
+    )
+
+
+# %% [markdown]
+# How many steps relate two positions (Section 2)? We apply layers until the
+# derivative of the last position by the first is no longer zero. Without
+# the gaps that grow from layer to layer, the third kind is as slow as the
+# second.
+
+
+# %% tags=["claim"]
+def layers_between(layer, distance, d=4):
+    """How many layers it takes until one position depends on another."""
+    x = y = torch.randn(distance + 1, d, dtype=torch.double).requires_grad_()
+    for number in itertools.count():
+        y = layer(y, number)
+        if depends(y[-1:], x)[0, 0]:
+            return number + 1
+
+
+def convolutions(k=3, dilated=True, d=4):
+    """Layers of width k; dilated: each reaches k times as far."""
+
+    def layer(x, number):
+        kernel = torch.randn(d, d, k, dtype=torch.double) / d
+        return convolving(x, kernel, k**number if dilated else 1)
+
+    return layer
+
+
+@claim(
+    "2",
+    "The steps that relate two positions grow linearly with their distance in "
+    "a stack of convolutions (ConvS2S), logarithmically where gaps grow "
+    "(ByteNet), and are constant with attention",
+    unless={"dilated": False},
+)
+def steps_between_positions(distances=(8, 26, 80), dilated=True):
+    kinds = {
+        "attention": lambda x, number: attending(x),
+        "convolutions": convolutions(dilated=False),
+        "with gaps": convolutions(dilated=dilated),
+    }
+    layers = {
+        name: [layers_between(layer, n) for n in distances]
+        for name, layer in kinds.items()
+    }
+    one, linear, log = layers.values()
+    holds = set(one) == {1} and abs(growth(distances, linear) - 1) < 0.1
+    holds &= {b - a for a, b in itertools.pairwise(log)} == {1}
+    return holds, f"for distances {distances} it takes " + ", ".join(
+        f"{name} {counts}" for name, counts in layers.items()
+    ) + " layers"
+
+
+# %% [markdown]
+# One claim of Section 2 no code can try:
+
+# %% tags=["claim"]
+out_of_reach(
+    "the_first_of_its_kind",
+    "2",
+    "The Transformer is the first model of its kind that relies on attention "
+    "alone, without recurrence or convolution",
+    "that is about what others had published, not about numbers",
+)
+
+# %% [markdown]
+# Now Table 1 (Section 4), column by column. First the operations: n²·d,
+# n·d² and k·n·d². Counting the four projections as well changes the first.
+
+
+# %% tags=["claim"]
+def table_1(projections=False):
+    """{layer: its multiplications as a function of n, d and k}"""
+    extra = 4 if projections else 0
+    return {
+        "self-attention": lambda n, d, k: multiplications(
+            attending, (n, d), *[(d, d)] * extra
+        ),
+        "recurrent": lambda n, d, k: multiplications(
+            recurring, (n, d), (d, d), (d, d)
+        ),
+        "convolutional": lambda n, d, k: multiplications(
+            convolving, (n, d), (d, d, k)
+        ),
+    }
+
+
+@claim(
+    "4",
+    "A layer of self-attention takes on the order of n²·d operations, a "
+    "recurrent one n·d², a convolutional one k·n·d²",
+    unless={"projections": True},
+)
+def operations_of_table_1(projections=False):
+    powers = {}
+    for name, cost in table_1(projections).items():
+        n = growth([32, 64, 128], [cost(n, 64, 3) for n in (32, 64, 128)])
+        d = growth([32, 64, 128], [cost(64, d, 3) for d in (32, 64, 128)])
+        k = growth([3, 9, 27], [cost(64, 64, k) for k in (3, 9, 27)])
+        powers[name] = [round(p, 2) + 0.0 for p in (n, d, k)]
+    wanted = [[2, 1, 0], [1, 2, 0], [1, 2, 1]]
+    return list(powers.values()) == wanted, (
+        "counted and fitted, the exponents of n, d and k are "
+        + ", ".join(f"{name} {p}" for name, p in powers.items())
+    )
+
+
+# %% [markdown]
+# Then the steps that must follow one another. Mind the small print: this is
+# so in training, and when a text is read. A model that *writes* takes turns,
+# whatever its layers are.
+
+
+# %% tags=["claim"]
+def writing(x):
+    """As many positions, each made by attention from those before it."""
+    rows = [x[:1]]
+    while len(rows) <= len(x):
+        rows.append(attending(torch.cat(rows))[-1:])
+    return rows[-1]
+
+
+@claim(
+    "4",
+    "The steps in a row do not grow with the length for self-attention and "
+    "convolution, and are n for a recurrent layer",
+    unless={"written": True},
+)
+def steps_in_a_row(lengths=(4, 8, 16, 32, 64), d=8, written=False):
+    look = writing if written else attending
+    chains = {"self-attention": [], "recurrent": [], "convolutional": []}
+    for n in lengths:
+        x = torch.randn(n, d, requires_grad=True)
+        for chain, output in zip(chains.values(), (
+            look(x),
+            recurring(x, *torch.randn(2, d, d)),
+            convolving(x, torch.randn(d, d, 3)),
+        )):  # fmt: skip
+            chain.append(turns(output))
+    one, n, other = chains.values()
+    holds = len(set(one)) == len(set(other)) == 1 and n == list(lengths)
+    return holds, f"for {lengths} positions the longest chain is " + ", ".join(
+        f"{name} {chain}" for name, chain in chains.items()
+    )
+
+
+# %% [markdown]
+# Last, the path: how many layers, or states, lie between the first position
+# and the last? (Where attention is restricted to r neighbours, path and cost
+# change places. But only if what is masked is really not computed.)
+
+
+# %% tags=["claim"]
+@claim(
+    "4",
+    "The longest path between two positions is 1 for self-attention, n for a "
+    "recurrent layer, and log n to the base k for dilated convolutions",
+    unless={"dilated": False},
+)
+def paths_of_table_1(lengths=(9, 27, 81), k=3, dilated=True):
+    one, states, layers = [], [], []
+    for n in lengths:
+        one.append(layers_between(lambda x, number: attending(x), n - 1))
+        layers.append(layers_between(convolutions(k, dilated), n - 1))
+        x = torch.randn(n, 4, requires_grad=True)
+        states.append(turns(recurring(x, *torch.randn(2, 4, 4))[-1]))
+    holds = set(one) == {1} and states == list(lengths)
+    holds &= {b - a for a, b in itertools.pairwise(layers)} == {1}
+    return holds, (
+        f"for n = {lengths}: self-attention {one}, recurrent {states}, "
+        f"convolutions of width {k} {layers}"
+    )
+
+
+def neighbours(x, r, masked=False):
+    """Attention to the r nearest places, (n, d) -> (n, d)."""
+    near = r // 2
+    if masked:  # all of the table, and most of it thrown away
+        gap = torch.arange(len(x)) - torch.arange(len(x))[:, None]
+        scores = (x @ x.T).masked_fill(gap.abs() > near, -math.inf)
+        return scores.softmax(-1) @ x
+    windows = F.pad(x, (0, 0, near, near)).unfold(0, r, 1)  # (n, d, r)
+    weights = (x[:, None] @ windows).softmax(-1)  # (n, 1, r)
+    return (weights @ windows.transpose(1, 2))[:, 0]
+
+
+@claim(
+    "4",
+    "Attention restricted to r neighbours costs r·n·d operations, and its "
+    "longest path grows to the order of n/r",
+    unless={"masked": True},
+)
+def neighbours_cost_less(masked=False):
+    def cost(n, r):
+        return multiplications(lambda x: neighbours(x, r, masked), (n, 16))
+
+    def path(n, r):
+        layer = lambda x, number: neighbours(x, r, masked)  # noqa: E731
+        return layers_between(layer, n - 1)
+
+    lengths, widths = (33, 65, 129), (5, 9, 17)
+    found = {
+        "operations by n": growth(lengths, [cost(n, 5) for n in lengths]),
+        "operations by r": growth(widths, [cost(65, r) for r in widths]),
+        "path by n": growth(lengths, [path(n, 5) for n in lengths]),
+        "path by r": growth(widths, [path(65, r) for r in widths]),
+    }
+    wanted = 1, 1, 1, -1
+    holds = all(abs(p - w) < 0.1 for p, w in zip(found.values(), wanted))
+    return holds, "exponents: " + ", ".join(
+        f"{name} {power:.2f}" for name, power in found.items()
+    )
+
+
+# %% [markdown]
+# Where is attention the cheaper one? For n < d, says the paper. That is so
+# for what Table 1 counts. Four projections cost 4·n·d², which is more than
+# the whole of the simplest recurrent layer, at any length. (But no one used
+# the simplest one: an LSTM has four gates, each as dear.)
+
+
+# %% tags=["claim"]
+def cheaper_up_to(d, projections=0, gates=1):
+    """The largest n for which attention takes fewer multiplications."""
+    shapes, n = [(d, d)] * projections, 1
+    step = multiplications(recurring, (1, d), (d, d), (d, d))
+    while multiplications(attending, (n, d), *shapes) < gates * n * step:
+        n += 1
+    return n - 1
+
+
+@claim(
+    "4",
+    "Self-attention takes fewer operations than a recurrent layer where n is "
+    "smaller than d",
+    unless={"projections": 4},
+)
+def cheaper_where_n_is_below_d(widths=(16, 32, 64), projections=0):
+    limits = [cheaper_up_to(d, projections) for d in widths]
+    lstm = [cheaper_up_to(d, 4, gates=4) for d in widths]
+    return limits == [d - 1 for d in widths], (
+        f"for d = {widths} it takes fewer up to n = {limits}; with the four "
+        f"projections, and against the four gates of an LSTM, up to {lstm}"
+    )
+
+
+# %% [markdown]
+# Two claims about convolutions. They cost k times as much as recurrent
+# layers, but *separable* ones do not. Even a separable one that spans the
+# whole sentence, k = n, costs no less than attention and a feed-forward
+# network do together.
+
+
+# %% tags=["claim"]
+def separable(x, deep, point):
+    """Each dimension by itself, (d, 1, k); then each position, (d, d)."""
+    return convolving(x, deep, groups=x.size(-1)) @ point
+
+
+@claim(
+    "4",
+    "Convolutions cost more than recurrent layers, by a factor of the order k",
+    unless={"apart": True},
+)
+def convolutions_cost_k_times(n=64, d=64, widths=(3, 9, 27), apart=False):
+    once = multiplications(recurring, (n, d), (d, d), (d, d))
+    ratios = []
+    for k in widths:
+        if apart:
+            shapes = (n, d), (d, 1, k), (d, d)
+            cost = multiplications(separable, *shapes)
+        else:
+            cost = multiplications(convolving, (n, d), (d, d, k))
+        ratios.append(cost / once)
+    power = growth(widths, ratios)
+    return abs(power - 1) < 0.1, (
+        f"for k = {widths} a convolution takes "
+        f"{[round(r, 2) for r in ratios]} times the multiplications of the "
+        f"simplest recurrent layer, an exponent of {power:.2f}; an LSTM has "
+        "four times as many as that"
+    )
+
+
+@claim(
+    "4",
+    "Even with k = n, a separable convolution costs as much as self-attention "
+    "and a feed-forward network together, up to a constant",
+    unless={"k": 3},
+)
+def separable_is_no_cheaper(sizes=(17, 65, 257), k=None):
+    def think(x, W_1, W_2):
+        return attending(x) @ W_1 @ W_2  # no ReLU: it multiplies nothing
+
+    ratios = []
+    for n, d in itertools.product(sizes, sizes):
+        both = multiplications(think, (n, d), (d, 4 * d), (4 * d, d))
+        shapes = (n, d), (d, 1, k or n), (d, d)
+        ratios.append(both / multiplications(separable, *shapes))
+    low, high = min(ratios), max(ratios)
+    return high <= 8, (
+        f"for n and d from {sizes[0]} to {sizes[-1]} the two together take "
+        f"{low:.1f} to {high:.1f} times its multiplications; 2 for attention "
+        "alone and 8 for the network alone are the constants"
+    )
+
+
+# %% [markdown]
+# Why do paths matter? Because what is far away is harder to learn, says the
+# paper. A toy: read n random digits, and name the first. One layer of each
+# kind, of the same width, is trained for the same number of updates; each is
+# granted the better of two learning rates. (Where the first digit is near,
+# all of them learn it.)
+
+
+# %% tags=["claim"]
+class Recall(nn.Module):
+    """Digits (B, n) -> scores (B, 10) for the first of them."""
+
+    def __init__(self, kind, n, d=32):
+        super().__init__()
+        self.kind, self.digit = kind, nn.Embedding(10, d)
+        self.place = nn.Embedding(n, d)
+        self.maps = nn.ModuleList(nn.Linear(d, d) for _ in range(3))
+        layers = {"RNN": nn.RNN, "GRU": nn.GRU}
+        self.layer = layers.get(kind, nn.Identity)(d, d, batch_first=True)
+        self.name = nn.Linear(d, 10)
+
+    def forward(self, digits):
+        x = self.digit(digits) + self.place.weight  # (B, n, d)
+        if self.kind != "self-attention":
+            return self.name(self.layer(x)[0][:, -1])
+        Q, K, V = (W(part) for W, part in zip(self.maps, (x[:, -1:], x, x)))
+        scores = Q @ K.transpose(1, 2) / math.sqrt(x.size(-1))
+        return self.name((scores.softmax(-1) @ V)[:, 0])
+
+
+def trained_to_recall(kind, n, rate, updates=150):
+    """The share of new sentences whose first digit it names."""
+    model = Recall(kind, n)
+    optimizer = torch.optim.Adam(model.parameters(), rate)
+    for _ in range(updates):
+        digits = torch.randint(10, (64, n))
+        optimizer.zero_grad()
+        F.cross_entropy(model(digits), digits[:, 0]).backward()
+        optimizer.step()
+    digits = torch.randint(10, (500, n))
+    return (model(digits).argmax(-1) == digits[:, 0]).double().mean().item()
+
+
+@claim(
+    "4",
+    "The shorter the path, the easier is it to learn how distant positions "
+    "depend on each other",
+    toy=True,
+    unless={"far": 3},
+    full={"far": 48, "seeds": 5, "updates": 400},
+)
+def shorter_paths_are_easier(near=3, far=32, seeds=1, updates=100):
+    shares = {
+        (kind, n): sum(
+            max(trained_to_recall(kind, n, r, updates) for r in (3e-3, 1e-2))
+            for _ in range(seeds)
+        )
+        / seeds
+        for kind in ("self-attention", "RNN", "GRU")
+        for n in (near, far)
+    }
+    found = ", ".join(
+        f"{kind} {shares[kind, near]:.0%} and {shares[kind, far]:.0%}"
+        for kind in ("self-attention", "RNN", "GRU")
+    )
+    gap = shares["self-attention", far] - max(
+        shares[kind, far] for kind in ("RNN", "GRU")
+    )
+    return gap > 0.2, (
+        f"first digit of {near} and of {far} named right: {found} "
+        f"({updates} updates, {seeds} seed{'s' * (seeds > 1)})"
+    )
+
+
+# %% [markdown]
 # ### The task we use throughout
 #
 # Translation needs data, and data needs a chapter of its own. Until then
