@@ -616,10 +616,10 @@ def cost_of_a_layer(d=512, k=3):
 # %% [markdown]
 # ### Table 1, counted
 #
-# *You may pass over this section: it examines what the last one said, and
-# nothing later needs to be read with it.* All three kinds of layer fit into
-# a cell. Each takes n positions of width d, and gives as many. (Attention is
-# here without its projections, as Table 1 counts it, unless they are given.)
+# *You may pass over this section, or come back after 3.2: it examines what
+# the last one said.* All three kinds of layer fit into a cell. Each takes n
+# positions of width d, and gives as many. (Attention stands here without its
+# projections, as Table 1 counts it, unless they are given.)
 
 
 # %%
@@ -936,11 +936,11 @@ def neighbours_cost_less(masked=False):
         layer = lambda x, number: neighbours(x, r, masked)  # noqa: E731
         return layers_between(layer, n - 1)
 
-    lengths, widths = (33, 65, 129), (5, 9, 17)
+    lengths, widths = (33, 65, 129), (9, 17, 33)
     found = {
-        "operations by n": growth(lengths, [cost(n, 5) for n in lengths]),
+        "operations by n": growth(lengths, [cost(n, 9) for n in lengths]),
         "operations by r": growth(widths, [cost(65, r) for r in widths]),
-        "path by n": growth(lengths, [path(n, 5) for n in lengths]),
+        "path by n": growth(lengths, [path(n, 9) for n in lengths]),
         "path by r": growth(widths, [path(65, r) for r in widths]),
     }
     wanted = 1, 1, 1, -1
@@ -1633,8 +1633,8 @@ def large_products_end_the_gradient(
     holds = middle[-1] < middle[0] / 1000 and min(divided) > max(divided) / 2
     return holds, (
         f"for d_k = {widths} the median size of the derivatives is "
-        f"{', '.join(f'{m:.2g}' for m in middle)} undivided (and the mean "
-        f"{raw[-1].mean():.2g} at last, as few queries have near ties) and "
+        f"{', '.join(f'{m:.2g}' for m in middle)} undivided (the mean "
+        f"{raw[-1].mean():.2g} at the last: some queries meet near ties), and "
         f"{', '.join(f'{m:.2g}' for m in divided)} divided"
     )
 
@@ -2063,10 +2063,10 @@ def heads_cost_what_one_costs(n=64, counts=(1, 2, 4, 8, 16), full_width=False):
 # numbers each. Two heads are set by hand: each finds one mark, and copies.
 #
 # One head of twice the width can't do it, however it is trained. The marks
-# give a weight w, and the output is W(w·a + (1 − w)·b): one mix of a and b,
-# in other coordinates. From a and b, 2m numbers, to the output is a linear map of
-# rank m. The best such map misses half of the variance. (If both marks are
-# at one place, one head is enough.)
+# fix a weight w, and at best the output is W(w·a + (1 − w)·b): *one* mix of
+# a and b, in other coordinates. That makes 2m numbers of 2m numbers, but by
+# a linear map of rank m, which must miss half of their variance. (If both
+# marks are at one place, one head is enough.)
 
 
 # %% tags=["claim"]
