@@ -1685,9 +1685,10 @@ def both_scores_multiply_as_often(sizes=(16, 32, 64), each_pair=False):
         extra = [(2 * d, d)] if each_pair else []
         ratios.append(multiplications(additive_scores, *shapes, *extra) / dot)
     low, high = min(ratios), max(ratios)
+    times = f"{low:g}" if low == high else f"{low:g} to {high:g}"
     return high / low < 1.5, (
         f"for n and d_k from {sizes[0]} to {sizes[-1]}, additive scores take "
-        f"between {low:g} and {high:g} times as many multiplications"
+        f"{times} times as many multiplications as dot products"
     )
 
 
