@@ -387,6 +387,62 @@ SLIPS = {
         "self.weights = None if self.training else 1.01 * weights.detach()",
         "multi_head_attention_equals_torch",
     ),
+    "no root of the width": (
+        "F.embedding(tokens, self.weight) * self.scale",
+        "F.embedding(tokens, self.weight)",
+        "embeddings_start_at_scale_one",
+    ),
+    "rows as most libraries start them": (
+        "nn.Parameter(torch.randn(vocab, d_model) / self.scale)",
+        "nn.Parameter(torch.randn(vocab, d_model))",
+        "embeddings_start_at_scale_one",
+    ),
+    "scaled in training only": (
+        "F.embedding(tokens, self.weight) * self.scale",
+        "F.embedding(tokens, self.weight) * self.scale**self.training",
+        "only_dropout_tells_the_modes_apart",
+    ),
+    "an encoder cut off": (
+        "return self.encoder(x, mask), mask",
+        "return self.encoder(x, mask).detach(), mask",
+        "every_weight_gets_a_gradient",
+    ),
+    "one layer N times": (
+        "nn.ModuleList(layer(config) for _ in range(config.N))",
+        "nn.ModuleList([layer(config)] * config.N)",
+        "layers_start_different",
+    ),
+    "target not shifted": (
+        "return self.tgt[:, :-1]  # (B, T)",
+        "return self.tgt[:, 1:]  # (B, T)",
+        "labels_are_what_is_read_next",
+    ),
+    "gradients never zeroed": (
+        "        optimizer.zero_grad()\n        losses",
+        "        losses",
+        "each_update_has_its_own_gradient",
+    ),
+    "dropout while writing": (
+        "    was = model.training\n    model.eval()",
+        "    was = model.training",
+        "writing_is_in_evaluation_mode",
+    ),
+    "evaluation for ever": (
+        "        model.train(was)",
+        "        pass",
+        "writing_is_in_evaluation_mode",
+    ),
+    "a smoothed loss as perplexity": (
+        'ignore_index=PAD, reduction="sum",\n            ).item()',
+        'ignore_index=PAD, reduction="sum", label_smoothing=0.1,\n'
+        "            ).item()",
+        "perplexity_is_the_models_own",
+    ),
+    "padding counted in perplexity": (
+        "tokens += batch.count()\n    return math.exp",
+        "tokens += batch.labels.numel()\n    return math.exp",
+        "perplexity_is_the_models_own",
+    ),
 }
 
 
