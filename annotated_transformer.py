@@ -6586,8 +6586,40 @@ class Cache:
 
 
 # %% [markdown]
-# Greedy decoding with it is shorter than without. A sentence that has ended
-# takes its keys and values with it.
+# Two helpers make the search itself quicker. To look for the place of the
+# largest of many numbers takes a processor several times as long as to find
+# the largest, many of which it compares at once. So `top` finds the largest
+# of each block of 64, and looks only into the best blocks. And where
+# sentences have ended, the last of the others fill the holes. The order of
+# the sentences does not matter, and a cache has few of them to move.
+
+
+# %%
+def top(scores, k, size=64):
+    """`scores.topk(k)` of (R, X), sooner: values and places, (R, k) each."""
+    n, rest = divmod(scores.size(1), size)
+    if n < k:
+        return scores.topk(k)
+    blocks, rest = scores.split([n * size, rest], 1)
+    blocks = blocks.unflatten(1, (n, size))  # (R, n, size)
+    best = blocks.amax(-1).topk(k).indices  # (R, k)
+    few = blocks.gather(1, best[..., None].expand(-1, -1, size)).flatten(1)
+    values, places = torch.cat([few, rest], 1).topk(k)
+    best = F.pad(best, (0, 1), value=n)  # the rest is as one more block
+    return values, best.gather(1, places // size) * size + places % size
+
+
+def close_ranks(stay):
+    """(A,) which stay? -> their indices, the last ones in the holes."""
+    left = int(stay.sum())
+    rows = torch.arange(left, device=stay.device)
+    rows[~stay[:left]] = stay[left:].nonzero()[:, 0] + left
+    return rows
+
+
+# %% [markdown]
+# Greedy decoding with the cache is shorter than without. A sentence that has
+# ended takes its keys and values with it.
 
 
 # %%
@@ -6605,14 +6637,15 @@ def greedy(model, src, extra=50, begin=None):
         cache = begin(src)
         while len(alive):
             logits = forbid_specials(cache.read(words))  # (A, V)
-            words = logits.argmax(-1)  # (A,)
+            words = top(logits, 1)[1][:, 0]  # (A,)
             for row, word in zip(alive.tolist(), words.tolist()):
                 if word != EOS:
                     outputs[row].append(word)
             stay = (words != EOS) & (cache.length < limits[alive])
             if not stay.all():
-                cache.keep(stay, stay)
-                alive, words = alive[stay], words[stay]
+                rows = close_ranks(stay)
+                cache.keep(rows, rows)
+                alive, words = alive[rows], words[rows]
     return outputs
 
 
@@ -7358,17 +7391,19 @@ def one_means_after_another():
 # ### Writing, sooner
 #
 # To write sixteen words, the decoder's matrices are used sixteen times, each
-# time by few rows. What can be prepared once should be. Five things make the
+# time by few rows. What can be prepared once should be. These make the
 # `Writer` below faster than `Cache`; none changes what is computed.
 #
 # * **Weights laid out once.** Before a library multiplies, it copies the
 #   weights into the order in which the processor reads them best. Beside a
 #   thousand rows that costs little; beside 64 it is a good part of the work.
-#   oneDNN, which PyTorch brings along, can keep the copy.
+#   oneDNN, which PyTorch brings along, can keep the copy. It also adds the
+#   bias and the residual, or applies the ReLU, as it writes each number.
 # * **Products joined.** Queries, keys and values of a layer are one product;
 #   so are the keys and values that all layers take from the memory.
 # * **Room ahead.** The kept keys have more room than is filled. A new one is
-#   written into its place, and nothing else moves.
+#   written into its place, and nothing else moves. Where a sentence has
+#   ended, the last of the others moves in.
 # * **No sorting.** When a beam is sorted anew, its keys stay where they are.
 #   A small mask says which of a sentence's kept places belong to which
 #   beginning, its *ancestors*, and only this mask is sorted.
@@ -7400,24 +7435,32 @@ class Product:
                 reorder = torch.ops.mkldnn._reorder_linear_weight
                 self.packed = reorder(self.weight, None)
 
-    def __call__(self, x):
-        """(R, I) -> (R, O)"""
-        y = x.to(self.kind)
+    def __call__(self, x, plus=None):
+        """(R, I) -> (R, O); added to `plus`, if given"""
+        x = x.to(self.kind)
         if self.packed is not None:
-            then = "relu" if self.relu else "none"
             multiply = torch.ops.mkldnn._linear_pointwise
-            y = multiply(y, self.packed, self.bias, then, [], "")
-            return y.to(self.result)
+            if plus is not None and plus.dtype == self.kind:
+                return multiply.binary(x, plus, self.packed, self.bias, "add")
+            then = "relu" if self.relu else "none"
+            y = multiply.default(x, self.packed, self.bias, then, [], "")
+        else:
+            y = self.multiply(x)
+        return y.to(self.result) if plus is None else plus + y
+
+    def multiply(self, x):
+        """In 8 bits, on another device, or with a PyTorch without oneDNN."""
         if self.integers:
-            y = self.integers(y)
+            y = self.integers(x)
             y = y if self.bias is None else y.add_(self.bias)
-        else:  # another device, or a PyTorch without oneDNN
-            y = F.linear(y, self.weight, self.bias)
-        return (y.relu_() if self.relu else y).to(self.result)
+        else:
+            y = F.linear(x, self.weight, self.bias)
+        return y.relu_() if self.relu else y
 
 
 # %% [markdown]
-# The matrices of a layer in this form. "Add & Norm" stays what it is.
+# The matrices of a layer in this form. Its sub-layers are handed the stream
+# as well, and add to it themselves.
 
 
 # %%
@@ -7434,25 +7477,32 @@ class LaidOut:
         if hasattr(layer, "cross_attention"):
             self.Q = product([layer.cross_attention.W_Q])
             self.across_O = product([layer.cross_attention.W_O])
-        self.residuals = layer.residuals
+        self.norm_first = layer.residuals[0].norm_first
+        self.norms = [residual.norm for residual in layer.residuals]
 
-    def feed_forward(self, x):
+    def add_norm(self, i, x, sublayer):
+        """The i-th "Add & Norm"; sublayer(y, x) adds its result to x."""
+        if self.norm_first:
+            return sublayer(self.norms[i](x), x)
+        return self.norms[i](sublayer(x, x))
+
+    def feed_forward(self, y, x):
         """(R, D) -> (R, D)"""
-        return self.W_2(self.W_1(x))
+        return self.W_2(self.W_1(y), x)
 
 
 # %% [markdown]
 # Products need not know which row belongs to which sentence, so sentences
 # and places lie in one dimension of R rows. Only attention takes them
-# apart, and puts the heads together again:
+# apart, and puts the heads together again. A mask is added to the scores
+# there, so it holds 0 and −∞:
 
 
 # %%
 def take_apart(x, parts, rows, h):
-    """(rows · n, parts · D) -> parts times (rows, H, n, K)"""
-    return x.view(rows, -1, parts, h, x.size(1) // parts // h).permute(
-        2, 0, 3, 1, 4
-    )
+    """(rows · n, parts · D) -> (rows, parts, H, n, K)"""
+    K = x.size(1) // parts // h
+    return x.view(rows, -1, parts, h, K).permute(0, 2, 3, 1, 4)
 
 
 def joined_attention(Q, K, V, mask=None):
@@ -7461,9 +7511,44 @@ def joined_attention(Q, K, V, mask=None):
     return heads.transpose(1, 2).flatten(0, 1).flatten(1)
 
 
+def additive(mask, like):
+    """A mask of 0 and −∞; None, if all may be seen."""
+    if mask.all():
+        return None
+    return like.new_zeros(mask.shape).masked_fill_(~mask, -math.inf)
+
+
 # %% [markdown]
-# The `Writer` is made once for a model and serves many batches. It encodes,
-# and begins a cache:
+# With these, the encoder:
+
+
+# %%
+class Reader:
+    """A model's encoder, its weights laid out once."""
+
+    def __init__(self, model, kind):
+        self.model, self.h = model, model.config.h
+        self.layers = [LaidOut(layer, kind) for layer in model.encoder.layers]
+
+    def __call__(self, src):
+        """(B, S) source ids -> the memory (B · S, D)"""
+        x = self.model.position(self.model.src_embedding(src)).flatten(0, 1)
+        mask = additive(padding_mask(src), x)
+
+        def look(layer, y, x):
+            QKV = take_apart(layer.QKV(y), 3, len(src), self.h)
+            return layer.O(joined_attention(*QKV.unbind(1), mask), x)
+
+        for layer in self.layers:
+            x = layer.add_norm(0, x, partial(look, layer))
+            x = layer.add_norm(1, x, layer.feed_forward)
+        return self.model.encoder.norm(x)
+
+
+# %% [markdown]
+# The `Writer` is made once for a model and serves many batches. It reads the
+# sources, and begins a cache with their keys and values. Sentences mostly
+# come sorted by length, so in parts of 64 they need little padding.
 
 
 # %%
@@ -7473,125 +7558,149 @@ class Writer:
     def __init__(self, model, kind=None):
         """`kind`: dtype of the products' factors; None: the weights' own."""
         self.model, self.h = model, model.config.h
-        self.encoder, self.decoder = (
-            [LaidOut(layer, kind) for layer in stack.layers]
-            for stack in (model.encoder, model.decoder)
-        )
+        self.encode = Reader(model, kind)
+        self.layers = [LaidOut(layer, kind) for layer in model.decoder.layers]
         across = [layer.cross_attention for layer in model.decoder.layers]
         pairs = [[heads.W_K, heads.W_V] for heads in across]
         self.KV = Product(sum(pairs, []), kind=kind)
         self.logits = Product([model.tgt_embedding], kind=kind)
 
-    def encode(self, src):
-        """(B, S) source ids -> the memory (B · S, D) and its mask"""
-        mask, rows = padding_mask(src), len(src)
-        x = self.model.position(self.model.src_embedding(src)).flatten(0, 1)
-        for layer in self.encoder:
-            x = self.read_layer(layer, x, None if mask.all() else mask, rows)
-        return self.model.encoder.norm(x), mask
-
-    def read_layer(self, layer, x, mask, rows):
-        """A layer of the encoder: (R, D) -> (R, D)"""
-
-        def look(y):
-            Q, K, V = take_apart(layer.QKV(y), 3, rows, self.h)
-            return layer.O(joined_attention(Q, K, V, mask))
-
-        one, two = layer.residuals
-        return two(one(x, look), layer.feed_forward)
-
     def begin(self, src, width=1):
         """A cache for (A, S) source ids, of which nothing is written yet."""
-        return WritersCache(self, *self.encode(src), width)
+        (A, S), h, start = src.shape, self.h, 0
+        table = self.model.src_embedding.weight
+        source = [
+            table.new_zeros(A, 2, h, S, table.size(1) // h)
+            for _ in self.layers
+        ]
+        for part in src.split(64):
+            part = part[:, (part != PAD).any(0)]
+            rows, end = slice(start, start + len(part)), part.size(1)
+            KV = self.KV(self.encode(part))
+            KV = take_apart(KV, 2 * len(source), len(part), h)
+            for kept, one in zip(source, KV.split(2, 1)):
+                kept[rows, :, :, :end] = one
+            start += len(part)
+        mask = additive(padding_mask(src), table)
+        return WritersCache(self, source, mask, width)
 
 
 # %% [markdown]
-# And the cache itself. Each step fills W *slots* of each sentence, one for
-# each beginning (the first step fills one). A beginning may look at the slots
-# of its ancestors.
+# When sentences have ended, few of the others move, thanks to `close_ranks`:
+
+
+# %%
+def keep_rows(kept, rows, end=None):
+    """x[rows] for each (A, 2, H, room, K) of a list, in its own memory.
+
+    Those that stay in their place need no copy; nor do places from `end` on.
+    """
+    moved = (rows != torch.arange(len(rows)).to(rows)).nonzero()[:, 0]
+    came = rows[moved]
+    for x in kept:
+        filled = x[:, :, :, :end]
+        filled.index_copy_(0, moved, filled.index_select(0, came))
+    return [x[: len(rows)] for x in kept]
+
+
+# %% [markdown]
+# What the texts leave behind is kept in *slots*. Each step fills W of each
+# sentence, one for each beginning (the first step fills one). A beginning
+# may look at the slots of its ancestors, which a mask tells; so when a beam
+# is sorted, only the mask is.
+
+
+# %%
+class Slots:
+    """The decoder's own keys and values, and who may look at them."""
+
+    def __init__(self, source, width):
+        """`source`: what each layer keeps of the sources, (A, 2, H, S, K)"""
+        A, _, H, _, K = source[0].shape
+        self.width, self.filled, room = width, 0, 1 + 15 * width
+        self.kept = [x.new_empty(A, 2, H, room, K) for x in source]
+        self.ancestors = source[0].new_full((A, 1, width, room), -math.inf)
+        self.itself = torch.eye(width).log().to(self.ancestors)  # 0 and −∞
+
+    def open(self, W):
+        """W more slots for each sentence; twice the room, if need be."""
+        self.new = slice(self.filled, self.filled + W)
+        self.filled += W
+        if self.filled > self.ancestors.size(3):
+            none = torch.full_like(self.ancestors, -math.inf)
+            self.ancestors = torch.cat([self.ancestors, none], 3)
+            self.kept = [
+                torch.cat([x, torch.empty_like(x)], 3) for x in self.kept
+            ]
+        self.ancestors[..., self.new] = 0 if W == 1 else self.itself
+
+    def fill(self, i, KV):
+        """Add layer i's (A, 2, H, W, K); its keys, its values, the mask."""
+        self.kept[i][:, :, :, self.new] = KV
+        K, V = self.kept[i][:, :, :, : self.filled].unbind(1)
+        if self.width == 1:
+            return K, V
+        return K, V, self.ancestors[:, :, : KV.size(3), : self.filled]
+
+    def keep(self, texts, sources):
+        """Keep these texts, in this order, and these sources (indices)."""
+        rows = self.ancestors.flatten(0, 2)[texts]
+        self.ancestors = rows.view(-1, 1, self.width, rows.size(-1))
+        if sources is not None:
+            self.kept = keep_rows(self.kept, sources, self.filled)
+
+
+# %% [markdown]
+# And the cache itself, with the methods of the plain one:
 
 
 # %%
 class WritersCache:
     """`Cache`, for a `Writer`: the same words, sooner."""
 
-    def __init__(self, writer, memory, mask, width):
-        self.writer, self.width = writer, width
-        self.length = self.filled = 0  # places read, slots filled
-        A, N = len(mask), len(writer.decoder)
-        KV = take_apart(writer.KV(memory), 2 * N, A, writer.h)
-        self.source = KV.contiguous()  # (2N, A, H, S, K)
-        self.mask = None if mask.all() else mask
-        room = 1 + 31 * width
-        self.own = self.source.new_empty(*KV.shape[:3], room, KV.size(-1))
-        self.ancestors = torch.zeros(
-            A, width, room, dtype=torch.bool, device=mask.device
-        )
-
-    def make_room(self, slots):
-        """Let there be room for so many slots: at least twice as many."""
-        if slots > self.ancestors.size(-1):
-            self.own = torch.cat([self.own, torch.empty_like(self.own)], 3)
-            new = torch.zeros_like(self.ancestors)
-            self.ancestors = torch.cat([self.ancestors, new], 2)
+    def __init__(self, writer, source, mask, width):
+        self.writer, self.source, self.mask = writer, source, mask
+        self.width, self.length = width, 0  # places read so far
+        self.slots = Slots(source, width)
 
     def read(self, words):
         """The next word of each text (A·W,) -> logits (A·W, V)"""
-        words = words.view(-1, self.width)
-        alike = not self.length and words.equal(words[:, :1].expand_as(words))
-        words = words[:, :1] if alike else words
+        words, model = words.view(-1, self.width), self.writer.model
+        if not self.length and words.equal(words[:, :1].expand_as(words)):
+            words = words[:, :1]
         W = words.size(1)
-        self.make_room(self.filled + W)
-        self.new = slice(self.filled, self.filled + W)
-        self.filled += W
-        eye = torch.eye(self.width, W, dtype=torch.bool, device=words.device)
-        self.ancestors[..., self.new] = True if alike else eye
-        model = self.writer.model
-        y = model.position(model.tgt_embedding(words.view(-1, 1)), self.length)
-        y = y.flatten(0, 1)  # (A·W, D)
-        for i, layer in enumerate(self.writer.decoder):
-            back, across, think = layer.residuals
-            y = back(y, partial(self.look_back, i, layer))
-            y = across(y, partial(self.consult, i, layer))
-            y = think(y, layer.feed_forward)
+        self.slots.open(W)
+        y = model.tgt_embedding(words.reshape(-1, 1))
+        y = model.position(y, self.length).flatten(0, 1)  # (A·W, D)
+        for i, layer in enumerate(self.writer.layers):
+            y = layer.add_norm(0, y, partial(self.look_back, i, layer))
+            y = layer.add_norm(1, y, partial(self.consult, i, layer))
+            y = layer.add_norm(2, y, layer.feed_forward)
         self.length += 1
         logits = self.writer.logits(model.decoder.norm(y))
-        return logits.repeat_interleave(self.width // W, 0)
+        if W == self.width:
+            return logits
+        return logits.repeat_interleave(self.width, 0)
 
-    def look_back(self, i, layer, y):
+    def look_back(self, i, layer, y, x):
         """Self-attention of layer i: the new places join what is kept."""
-        A, end = len(self.ancestors), self.filled
-        Q, K, V = take_apart(layer.QKV(y), 3, A, self.writer.h)
-        keys, values = self.own[2 * i], self.own[2 * i + 1]
-        keys[:, :, self.new], values[:, :, self.new] = K, V
-        mask = None
-        if self.width > 1:
-            mask = self.ancestors[:, None, : Q.size(2), :end]
-        return layer.O(
-            joined_attention(Q, keys[:, :, :end], values[:, :, :end], mask)
-        )
+        A, h = len(self.source[0]), self.writer.h
+        QKV = take_apart(layer.QKV(y), 3, A, h)
+        kept = self.slots.fill(i, QKV[:, 1:])
+        return layer.O(joined_attention(QKV[:, 0], *kept), x)
 
-    def consult(self, i, layer, y):
+    def consult(self, i, layer, y, x):
         """Cross-attention of layer i; texts of one source side by side."""
-        [Q] = take_apart(layer.Q(y), 1, len(self.ancestors), self.writer.h)
-        K, V = self.source[2 * i : 2 * i + 2]
-        return layer.across_O(joined_attention(Q, K, V, self.mask))
+        A, h = len(self.source[0]), self.writer.h
+        Q = take_apart(layer.Q(y), 1, A, h)
+        K, V = self.source[i].unbind(1)
+        return layer.across_O(joined_attention(Q[:, 0], K, V, self.mask), x)
 
     def keep(self, texts, sources=None):
         """Keep these texts, in this order, and these sources (indices)."""
-        rows = self.ancestors.flatten(0, 1)[texts]
-        self.ancestors = rows.view(-1, self.width, rows.size(-1))
+        self.slots.keep(texts, sources)
         if sources is not None:
-            if sources.dtype == torch.bool:
-                [sources] = sources.nonzero(as_tuple=True)
-            filled, kept = (
-                self.own[..., : self.filled, :],
-                list(self.own.shape),
-            )
-            kept[1] = len(sources)
-            self.own = self.own.new_empty(kept)
-            self.own[..., : self.filled, :] = filled.index_select(1, sources)
-            self.source = self.source.index_select(1, sources)
+            self.source = keep_rows(self.source, sources)
             self.mask = None if self.mask is None else self.mask[sources]
 
 
@@ -8955,7 +9064,7 @@ class Translator(Coder):
 
 def beam_room(beam):
     """Source places in a batch when each sentence has `beam` hypotheses."""
-    return max(256, 4096 // beam)
+    return max(256, 8192 // beam)
 
 
 # %% [markdown]
@@ -9459,18 +9568,6 @@ NOTHING = Hypothesis(0.0, 0.0, [])  # for an empty source
 
 
 # %% [markdown]
-# The logarithm of a probability is the logit minus log Σ e^z. Only the best
-# few words of each beginning are of interest, so the sum is all we take from
-# the softmax:
-
-
-# %%
-def log_sum_exp(logits):
-    """(..., V) -> (...), sooner than torch.logsumexp on a processor."""
-    return logits.amax(-1) - logits.softmax(-1).amax(-1).log()
-
-
-# %% [markdown]
 # All sentences of a batch, and all beginnings of each, go through the
 # decoder together: A sentences times W beginnings. An empty place has the
 # score −∞. In the code, `origin` says which beginning each new one goes on
@@ -9490,19 +9587,15 @@ def continuations(scores, logits, at_limit):
     scores (A, W), logits (A·W, V), at_limit (A,): only EOS may follow.
     Returns (A, W) each: log-probabilities, beginnings continued, words.
     """
-    W = min(scores.size(1), logits.size(1))
-    total = log_sum_exp(logits)  # (A·W,)
-    logits = forbid_specials(logits)
+    V = logits.size(1)
+    sums = forbid_specials(logits.log_softmax(-1))
+    sums = sums.add_(scores.view(-1, 1)).view(*scores.shape, V)
     if at_limit.any():
-        only_end = torch.full_like(logits[0], -math.inf)
+        only_end = torch.full_like(sums[0, 0], -math.inf)
         only_end[EOS] = 0
-        logits.unflatten(0, scores.shape)[at_limit] += only_end
-    steps, words = logits.topk(W)  # (A·W, W), of each beginning
-    sums = (scores.flatten() - total)[:, None] + steps
-    sums = sums.view(len(scores), -1)  # (A, W·W), of each sentence
-    best, index = sums.topk(scores.size(1))  # (A, W), the best first
-    words = words.view(len(scores), -1).gather(1, index)
-    return best, index // W, words
+        sums[at_limit] += only_end
+    best, index = top(sums.flatten(1), scores.size(1))  # (A, W)
+    return best, index // V, index % V
 
 
 # %% [markdown]
@@ -9553,14 +9646,15 @@ def beam_search(
             stay = (scores > -math.inf).any(-1)  # (A,)
             if first:
                 largest = length_penalty(limits[alive] + 1, alpha)
-                hope = scores.max(-1).values / largest
+                hope = (scores.amax(-1) / largest).tolist()
                 for a, row in enumerate(alive.tolist()):
                     if any(h.score >= hope[a] for h in ended[row]):
                         stay[a] = False
             origin += width * torch.arange(len(alive)).to(origin)[:, None]
-            cache.keep(origin[stay].flatten(), None if stay.all() else stay)
-            alive, scores, texts = alive[stay], scores[stay], texts[stay]
-            words = words[stay].flatten()
+            rows = close_ranks(stay)
+            cache.keep(origin[rows].flatten(), None if stay.all() else rows)
+            alive, scores, texts = alive[rows], scores[rows], texts[rows]
+            words = words[rows].flatten()
     return [sorted(found, reverse=True) for found in ended]
 
 

@@ -293,13 +293,13 @@ SLIPS = {
         "cache_changes_nothing",
     ),
     "every beginning everyone's ancestor": (
-        "self.ancestors[..., self.new] = True if alike else eye",
-        "self.ancestors[..., self.new] = True",
+        "self.ancestors[..., self.new] = 0 if W == 1 else self.itself",
+        "self.ancestors[..., self.new] = 0",
         "writer_changes_nothing",
     ),
     "ancestors not sorted with the beam": (
-        "rows = self.ancestors.flatten(0, 1)[texts]",
-        "rows = self.ancestors.flatten(0, 1)[: len(texts)]",
+        "rows = self.ancestors.flatten(0, 2)[texts]",
+        "rows = self.ancestors.flatten(0, 2)[: len(texts)]",
         "writer_changes_nothing",
     ),
     "products joined in the wrong order": (
@@ -313,8 +313,8 @@ SLIPS = {
         "writer_changes_nothing",
     ),
     "a source's keys left behind": (
-        "self.source = self.source.index_select(1, sources)",
-        "self.source = self.source[:, : len(sources)]",
+        "filled.index_copy_(0, moved, filled.index_select(0, came))",
+        "pass",
         "writer_changes_nothing",
     ),
     "a divergence in one direction": (
