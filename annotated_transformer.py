@@ -5616,10 +5616,10 @@ def averages_are_means_and_stay_tied():
 
 # %% tags=["plumbing"]
 GRAMMAR = """
-S = 9 NP/{n} VP/{n}, 1 S +S
+S = 8 NP/{n} VP/{n}, 1 S +S
 +S = 1 and S
-NP/{n} = 14 Det/{n} +Noun/{n}, 2 NP/{n} PP/of, 2 NP/{n} PP/part
-NP/{n} = 4 NP/{n} SBAR/{n}
+NP/{n} = 14 Det/{n} +Noun/{n}, 3 NP/{n} PP/of, 1 NP/{n} PP/part
+NP/{n} = 5 NP/{n} SBAR/{n}
 NP/p = 1 NP/{m} +NP
 +NP = 1 and NP/{m}
 +Noun/{n} = 2 Adj +Noun/{n}, 7 Noun/{n}
@@ -5628,7 +5628,7 @@ NP/tool = 1 Det/s Tool
 PP/of = 1 of NP/{m}
 PP/part = 1 with NP/part
 PP/tool = 1 with NP/tool
-SBAR/{n} = 3 that VP/{n}, 2 that S/gap
+SBAR/{n} = 4 that VP/{n}, 1 that S/gap
 S/gap = 1 NP/{n} Act/{n}
 SBAR/that = 1 that S
 VP/{n} = 8 Rest/{n}, 4 Act/{n} NP/{m}, 2 Be/{n} Adj, 4 Say/{n} SBAR/that
@@ -5983,38 +5983,50 @@ def parsing_new_sentences():
 # %% [markdown]
 # **What to notice.** On shapes that it has never seen the network writes whole
 # trees, label by label, and what is a tree at all is nearly always the right
-# one: where it fails, it loses count of its brackets. A grammar can't fail
-# like that, but it guesses wherever words or agreement decide. So it gets
-# fewer trees exactly right, and still most spans. On sentences longer than
-# any in training our network breaks down, while the grammar hardly minds: it
-# has learned to count as far as it had to.
+# one: where it fails, it loses count of its brackets. Then all its spans are
+# lost. A grammar can't fail like that, but it guesses wherever words or
+# agreement decide: fewer of its trees are right, and those that are wrong lack
+# a span or two. On sentences longer than any in training our network breaks
+# down, while the grammar hardly minds.
 #
-# Pairs of sentences that differ at one place show what it goes by. The cell
-# says of each whether the tree is the one that the grammar allows.
+# Does it go by what decides? Six patterns of sentences, in pairs that differ
+# at one place: 50 of each, and how many trees are exactly right.
 
 
 # %%
-MINIMAL_PAIRS = """
-the man watches the child with the camera
-the man watches the child with the hat
-the friend of the dogs that sleeps knows the king
-the friend of the dogs that sleep knows the king
-the man sees a dog and the cat
-the man sees a dog and the cat sleeps
-"""
+PATTERNS = {
+    "a tool": "the Noun/s Act/s Det/s Noun/s with Det/s Tool",
+    "a part": "the Noun/s Act/s Det/s Noun/s with Det/s Part",
+    "first agrees": "Det/s Noun/s of Det/p Noun/p that Rest/s Be/s Adj",
+    "second agrees": "Det/s Noun/s of Det/p Noun/p that Rest/p Be/s Adj",
+    "a full stop": "the Noun/s Act/s Det/s Noun/s and Det/s Noun/s",
+    "one more verb": "the Noun/s Act/s Det/s Noun/s and Det/s Noun/s Rest/s",
+}
+
+
+def of_pattern(pattern, number, seed=0):
+    """Trees of sentences drawn by their tags, of one reading each."""
+    rng, table, trees = random.Random(seed), by_right_side(read_grammar()), []
+    while len(trees) < number:
+        words = [rng.choice(WORDS_OF.get(t, [t])) for t in pattern.split()]
+        readable, _, tree = readings(words, table)
+        trees += [tree] if readable == 1 else []
+    return trees
 
 
 @example
-def one_word_decides(updates=1400):
-    sentences = MINIMAL_PAIRS.strip().splitlines()
-    outputs = parser_model(updates).translate_words(
-        [s.split() for s in sentences]
-    )
-    table = by_right_side(read_grammar())
-    for sentence, output in zip(sentences, outputs):
-        _, _, tree = readings(sentence.split(), table)
-        print(*output, "" if output == brackets(tree) else "  (wrong)")
+def what_decides(updates=1400):
+    for name, pattern in PATTERNS.items():
+        trees = of_pattern(pattern, 50)
+        outputs, right = parse(parser_model(updates), trees)
+        exact = parse_scores(outputs, right)["exact"]
+        print(f"{name:14} {exact:4.0%} ", *outputs[0])
 
+
+# %% [markdown]
+# **What to notice.** The camera goes to the verb, and the hat to the man.
+# Where all hangs on agreement across another noun, the network often errs:
+# few sentences ask for it, and half a minute is not long.
 
 # %% [markdown]
 # What the paper says of this task, as far as a small one can tell. First the
@@ -6066,17 +6078,19 @@ def the_model_learns_to_parse(updates=1400):
 
 # %% [markdown]
 # The paper's model was better than a parser built on a grammar, though it had
-# seen no other sentences. Ours against the rules counted in its own:
+# seen no other sentences. Ours against the rules counted in its own: by F1,
+# and by a point at least, for 400 sentences tell no finer. (With
+# `measure="exact"` whole trees are counted.)
 
 
 # %% tags=["claim"]
 @claim(
     "6.3", "it parses better than a grammar, from the same sentences alone",
-    toy=True, unless={"updates": 0}, full={"updates": 3000},
+    toy=True, unless={"measure": "exact"}, full={"updates": 3000},
 )  # fmt: skip
-def parses_better_than_a_grammar(updates=1400):
+def parses_better_than_a_grammar(updates=1400, measure="F1"):
     ours, rules = scores_of_both("test", updates)
-    return ours["F1"] > rules["F1"], (
+    return ours[measure] - rules[measure] >= 0.01, (
         f"F1 {ours['F1']:.1%} against {rules['F1']:.1%} for rules counted in "
         f"the same trees; exactly right {ours['exact']:.1%} against "
         f"{rules['exact']:.1%}; after {updates} updates"

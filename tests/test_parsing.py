@@ -68,8 +68,18 @@ def test_readings_are_counted(sentence, number, table):
     assert reading(sentence, table)[0] == number
 
 
+PAIRS = """
+the man watches the child with the camera
+the man watches the child with the hat
+the friend of the dogs that sleeps knows the king
+the friend of the dogs that sleep knows the king
+the man sees a dog and the cat
+the man sees a dog and the cat sleeps
+"""
+
+
 def test_a_word_or_an_agreement_or_what_follows_decides(table):
-    lines = book.MINIMAL_PAIRS.strip().splitlines()
+    lines = PAIRS.strip().splitlines()
     found = [reading(line, table) for line in lines]
     assert [number for number, _ in found] == [1] * 6
     camera, hat, sleeping, dogs, objects, clauses = (
@@ -82,6 +92,18 @@ def test_a_word_or_an_agreement_or_what_follows_decides(table):
     assert dogs["NP", 3, 7] and not dogs["NP", 0, 5]
     assert objects["NP", 3, 8] and not clauses["NP", 3, 8]
     assert clauses["S", 0, 5] and clauses["S", 6, 9]
+
+
+def test_patterns_of_a_pair_have_different_trees(table):
+    shapes = {}
+    for name, pattern in book.PATTERNS.items():
+        trees = book.of_pattern(pattern, 20)
+        for tree in trees:
+            words = book.leaves(book.brackets(tree))
+            assert book.readings(words, table)[0] == 1
+        shapes[name] = {book.shape(tree) for tree in trees}
+        assert len(shapes[name]) == 1
+    assert len(set.union(*shapes.values())) == len(book.PATTERNS)
 
 
 def test_readings_of_a_row_are_the_catalan_numbers():

@@ -247,13 +247,15 @@ def test_the_best_head_is_chosen_on_other_sentences(as_toy, monkeypatch):
 
 def test_sentences_are_counted_in_their_groups(as_toy, pairs, monkeypatch):
     def half_right(sentences):
+        assert cross.W_O.weight[:, 4:8].abs().max() == 0
         return [p.en.split() if i % 2 else ["no"]
                 for i, p in enumerate(pairs)]  # fmt: skip
 
     monkeypatch.setattr(
         book.toy_translator()[0], "translate_words", half_right
     )
+    cross = book.attentions(book.toy_translator()[0].model, CROSS)[1]
     groups = {"odd": [1, 3], "even": [0, 2, 4], "mixed": [0, 1]}
-    shares = book.exact_share([], pairs, groups)
+    shares = book.exact_share([(CROSS, 1, 1)], pairs, groups)
     assert shares == {"odd": 1, "even": 0, "mixed": 0.5}
-    assert book.exact_share([], pairs) == {"all": 0.5}
+    assert book.exact_share([(CROSS, 1, 1)], pairs) == {"all": 0.5}
