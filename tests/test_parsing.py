@@ -171,6 +171,12 @@ def test_what_is_no_tree_of_the_sentence_has_no_spans(tokens):
     assert book.spans(tokens.split(), ["a"]) is None
 
 
+def test_a_tree_has_one_root_and_no_word_outside():
+    for tokens in ("(S a )S (S a )S", "(S a )S a", "a (S a )S", "a a"):
+        assert book.spans(tokens.split(), ["a", "a"]) is None
+    assert book.spans("(S (S a )S a )S".split(), ["a", "a"])
+
+
 def test_scores_are_over_all_sentences_together():
     right = ["(S (NP a )NP (VP b )VP )S", "(S a )S"]  # 3 + 1 spans
     given = ["(S a (VP b )VP )S", "(S (NP a )NP )S"]  # 2 of 2, 1 of 2
