@@ -5669,7 +5669,7 @@ and: and
 # - **what comes later**: *the man sees a dog and the cat* goes on in one way
 #   before a full stop, and in another before *sleeps*.
 
-# %%
+# %% tags=["plumbing"]
 TAGS = {}  # what a word may be: {word: [symbols]}
 WORDS_OF = {}  # {symbol: [words]}
 for _line in WORD_CLASSES.strip().splitlines():
@@ -5728,7 +5728,7 @@ def leaves(tokens):
 # product of the probabilities of its rules, comes with the count.
 
 
-# %%
+# %% tags=["plumbing"]
 def by_right_side(rules):
     """{right side: [(left side, log of its probability)]}"""
     table = {}
@@ -6713,7 +6713,7 @@ def untrained_toy(seed=1):
 
 
 @functools.cache
-def roles_of(trained=True, part="test", sentences=300):
+def roles_of(trained, part, sentences):
     """`role_scores` of the toy translator on a part of its corpus."""
     translator = toy_translator()[0] if trained else untrained_toy()
     return role_scores(translator, toy_corpus()[part][:sentences])
@@ -6729,7 +6729,7 @@ def best_head(role, trained=True, sentences=300):
 
 @example
 def heads_and_their_roles():
-    scores, asked = roles_of()
+    scores, asked = roles_of(True, "test", 300)
     line = "{:23} {:17} {:>5} {:>9} {:>8}  {}"
     print(line.format("attention", "role", "asked", "untrained", "trained",
                       "best head"))  # fmt: skip
@@ -6904,7 +6904,7 @@ def each_head_removed():
 # %%
 @example
 def the_heads_for_the_time(kind=KINDS[1], role="hat: time"):
-    score = roles_of(True, "val")[0][kind, role]  # (N, H)
+    score = roles_of(True, "val", 300)[0][kind, role]  # (N, H)
     order = [
         (kind, *divmod(i, score.size(1)))
         for i in score.flatten().argsort(descending=True).tolist()

@@ -191,6 +191,7 @@ def test_a_span_counts_as_often_as_it_is_there():
     twice, once = "(S (S a )S )S".split(), "(S a )S".split()
     assert book.parse_scores([twice], [once])["precision"] == 1 / 2
     assert book.parse_scores([once], [twice])["recall"] == 1 / 2
+    assert book.parse_scores([twice], [twice])["F1"] == 1
 
 
 def test_what_is_ill_formed_costs_recall_and_nothing_divides_by_zero():
