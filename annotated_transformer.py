@@ -6934,13 +6934,13 @@ def the_heads_for_the_time(kind=KINDS[1], role="hat: time"):
 
 
 # %% [markdown]
-# **What to notice.** Most heads are not missed by themselves (the dark cells
-# are the exceptions), and none of those for the time: the others do its work.
-# Without all of them most sentences with *hat* and a time go wrong, and
-# nearly all the rest stay right; as many other heads make no difference. So
-# the role is real, and it is held more than once. Look at what goes wrong:
-# the tense. (Which heads these are, and how many, is chance. With another
-# seed it may be otherwise.)
+# **What to notice.** Most heads are not missed by themselves; the dark cells
+# are the exceptions. Nor is one of several that look at the time: the others
+# do its work. But without all of them most sentences with *hat* and a time go
+# wrong, nearly all the rest stay right, and as many other heads make no
+# difference. So the role is real. Look at what goes wrong: the tense. (Which
+# heads have it, and how many, is chance: with another seed it may be a single
+# one, and that one is missed.)
 
 # %% [markdown]
 # ## Levers beyond the paper
