@@ -367,6 +367,16 @@ SLIPS = {
         "{name: total for name",
         "averages_are_means_and_stay_tied",
     ),
+    "a bracket closed by any other": (
+        "if label != token[1:] or start == place:",
+        "if start == place:",
+        "parse_scores_by_hand",
+    ),
+    "the spans of the right tree counted for both": (
+        "hits / max(1, found), hits / max(1, right)",
+        "hits / max(1, right), hits / max(1, right)",
+        "parse_scores_by_hand",
+    ),
     "the lengths of the two sides exchanged": (
         "middle = int(self.lengths[i, 0])",
         "middle = int(self.lengths[i, 1])",
