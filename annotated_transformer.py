@@ -11995,8 +11995,8 @@ def symptoms_of_none():
 def line_of(name, loss, perplexity, right, caught_by=""):
     """A line of the table."""
     words = name.replace("_", " ")
-    numbers = f"{loss:6.2f}{perplexity:9.2f}{right:8}"
-    return f"{words:32}{numbers}   {caught_by}".rstrip()
+    numbers = f"{loss:5.2f}{perplexity:8.2f}{right:6}"
+    return f"{words:28}{numbers}  {caught_by}".rstrip()
 
 
 def examine_bug(name):
@@ -12020,7 +12020,7 @@ def bug(place, caught_by, **how):
     return register
 
 
-HEADING = f"{'bug':34}loss  perpl.  of 300   caught by"
+HEADING = f"{'bug':29}loss  perpl.  /300  caught by"
 
 
 @example
@@ -12109,7 +12109,7 @@ def padding_is_seen(tokens):
 
 # %%
 @bug("DecoderLayer.forward", "model_equals_torch")
-def cross_attention_masked_as_target(
+def target_mask_across(
     self, x, memory, src_mask, tgt_mask, right=DecoderLayer.forward
 ):
     last = tgt_mask[:, :, -1:]  # (B, 1, 1, T), the target's padding
@@ -12433,9 +12433,7 @@ def another_start_symbol(self, words, right=Cache.read):
 
 @bug("PositionalEncoding.forward", "cache_changes_nothing", in_use=True,
      write="greedy")  # fmt: skip
-def each_word_at_the_first_place(
-    self, x, start=0, right=PositionalEncoding.forward
-):
+def all_at_the_first_place(self, x, start=0, right=PositionalEncoding.forward):
     return right(self, x)
 
 
@@ -12509,7 +12507,7 @@ def ended_beams_go_on(model, src, width=4, alpha=0.6, extra=50, **_):
 
 # %%
 @bug("perplexity", "perplexity_is_the_models_own", in_use=True)
-def perplexity_of_the_smoothed_loss(model, pairs):
+def perplexity_smoothed(model, pairs):
     batch = Batch(*(pad(side) for side in zip(*pairs)))
     with evaluating(model):
         logits = model(batch.src, batch.read).flatten(0, 1)
@@ -14801,9 +14799,9 @@ class Ledger:
 @example
 def the_ledger():
     table = Ledger(FINDINGS)
-    print(len(table.rows), "claims:", *(
-        f"{number} {verdict}," for verdict, number in table.count().items()
-    ))  # fmt: skip
+    print(f"{len(table.rows):>3} claims")
+    for verdict, number in table.count().items():
+        print(f"{number:>3} {verdict}")
     return table
 
 
