@@ -2153,6 +2153,41 @@ def padding_waste():
 
 
 # %% [markdown]
+# Tried on drawn pairs, longer than captions, with the paper's 25,000 places a
+# side and the padding of both sides. Similar lengths must save nine tenths of
+# the padding that batches at random would have.
+
+
+# %% tags=["claim"]
+@claim(
+    "5.1",
+    "batches of pairs of similar length hold little padding, and about "
+    "25,000 source and 25,000 target tokens",
+    unless={"by_length": False},
+)
+def like_lengths_waste_little(places=25_000, by_length=True):
+    src = torch.normal(27, 14, (20_000,)).clamp(3, 100).round()
+    tgt = (src * torch.normal(1, 0.15, src.shape)).clamp(3, 100).round()
+    alike = token_batches(torch.maximum(src, tgt), places)
+    order = iter(torch.randperm(len(src)).tolist())
+    at_random = [[next(order) for _ in group] for group in alike]
+
+    def padding(groups):  # padded places for each real token
+        room = sum(len(g) * (src[g].max() + tgt[g].max()) for g in groups)
+        return float(room / (src.sum() + tgt.sum())) - 1
+
+    groups = alike if by_length else at_random
+    ours, other = padding(groups), padding(at_random)
+    means = [float(side.sum()) / len(groups) for side in (src, tgt)]
+    near = all(abs(mean / places - 1) < 0.15 for mean in means)
+    return ours < 0.1 * other and near, (
+        f"{ours:.2f} places of padding for each token, against {other:.2f} in "
+        f"batches at random; a batch holds {means[0]:,.0f} source and "
+        f"{means[1]:,.0f} target tokens"
+    )
+
+
+# %% [markdown]
 # No sentence may get lost on the way:
 
 
@@ -2224,6 +2259,96 @@ def pick_device(name="auto"):
 
 
 # %% [markdown]
+# The paper gives the time of one update as well, 0.4 seconds for base, 1.0
+# for big, so its times can be recomputed. A printed figure stands for all
+# numbers that round to it.
+
+
+# %% tags=["claim"]
+@claim(
+    "5.2",
+    "base: 100,000 updates of about 0.4 seconds are 12 hours",
+    unless={"rounded": False},
+)
+def base_takes_half_a_day(rounded=True):
+    low, exact, high = (100_000 * s / 3600 for s in (0.35, 0.4, 0.45))
+    return low < 12 < high if rounded else round(exact) == 12, (
+        f"0.4 seconds exactly would be {exact:.1f} hours; what rounds to 0.4 "
+        f"is {low:.1f} to {high:.1f} hours"
+    )
+
+
+@claim(
+    "5.2",
+    "big: 300,000 updates of 1.0 seconds are 3.5 days",
+    unless={"seconds": 0.4},
+)
+def big_takes_half_a_week(seconds=1.0):
+    days = 300_000 * seconds / 86_400
+    return round(2 * days) / 2 == 3.5, f"{days:.2f} days"
+
+
+# %% [markdown]
+# Table 2 says what training cost, in operations: the time, times eight GPUs,
+# times the 9.5 · 10¹² operations a second that the authors take a P100 to
+# sustain. (By its data sheet it could make 10.6 · 10¹² at most.)
+
+
+# %% tags=["claim"]
+@claim(
+    "6.1",
+    "Table 2: training costs 3.3·10¹⁸ operations for base, 2.3·10¹⁹ for big",
+    unless={"rate": 10.6e12},
+)
+def table_2_is_time_times_rate(rate=9.5e12, gpus=8):
+    costs = [days * 86_400 * gpus * rate for days in (0.5, 3.5)]
+    found = [f"{cost:.1e}" for cost in costs]
+    return found == ["3.3e+18", "2.3e+19"], (
+        f"12 hours are {costs[0]:.2e} operations, 3.5 days {costs[1]:.2e}"
+    )
+
+
+# %% [markdown]
+# That is what the GPUs could have done in the time. How much does the model
+# ask of them? PyTorch counts the operations of one update in products of
+# matrices, forward and backward, without making them. Two estimates agree if
+# they lie within a factor of 1.5.
+
+
+# %% tags=["claim"]
+def operations_of_training(name, tokens=25_000, length=25, vocab=37_000):
+    """Operations in products of the paper's whole training of a preset."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        model = Transformer(Config(vocab, vocab, **PRESETS[name]))
+        words = torch.ones(8, length, dtype=torch.long)
+        model(words, words).sum().backward()
+    updates = {"base": 100_000, "big": 300_000}[name]
+    return counter.get_total_flops() / words.numel() * tokens * updates
+
+
+@claim(
+    "6.1",
+    "the cost in Table 2 is the number of operations that training makes",
+    unless={"busy": 0.35},
+)
+def table_2_counts_operations(busy=1.0):
+    printed, found, holds = {"base": 3.3e18, "big": 2.3e19}, [], True
+    for name, cost in printed.items():
+        counted = operations_of_training(name)
+        share = counted / cost
+        holds &= 1 / 1.5 < share / busy < 1.5
+        found.append(f"{name} makes {counted:.2e}, {share:.0%} of that")
+    return holds, "; ".join(found)
+
+
+# %% [markdown]
+# So either the GPUs made less than half of the 9.5 · 10¹² a second, which
+# is common, or batches were larger than we think. (With `busy=0.35` the cell
+# tries the first.)
+
+# %% [markdown]
 # ### 5.3 Optimizer
 #
 # Adam keeps two running means for each weight: of its gradient, over some
@@ -2265,6 +2390,40 @@ def adam(model, fused=None):
         fused = weights[0].device.type in ("cpu", "cuda")
     betas = (0.9, 0.98)
     return torch.optim.Adam(weights, lr=0, betas=betas, eps=1e-9, fused=fused)
+
+
+# %% [markdown]
+# In words: the rate rises linearly for the first 4,000 updates, then falls
+# with the inverse square root. So it must double where n doubles, then halve
+# where n quadruples, and be highest at 4,000.
+
+
+# %% tags=["claim"]
+@claim(
+    "5.3",
+    "the rate rises linearly, then falls with the inverse square root of n",
+    unless={"decay": "linear"},
+)
+def rate_rises_then_falls(decay="root"):
+    rate = partial(Recipe(decay=decay).rate, d_model=512)
+    rise = [rate(2 * n) / rate(n) for n in (1, 10, 100, 2000)]
+    fall = [rate(4 * n) / rate(n) for n in (4000, 10_000, 25_000)]
+    errors = [abs(r - 2) for r in rise] + [abs(f - 0.5) for f in fall]
+    return max(errors) < 1e-9, (
+        f"2n has {min(rise):.3f} to {max(rise):.3f} times the rate of n in "
+        f"the warm-up, 4n has {min(fall):.3f} to {max(fall):.3f} times after"
+    )
+
+
+@claim(
+    "5.3",
+    "the rate is highest at the end of the warm-up, at update 4,000",
+    unless={"lag": 1},
+)
+def rate_peaks_at_the_warm_up(lag=0):  # a lag of 1: counted from 0
+    rates = {n: learning_rate(max(n - lag, 1)) for n in range(1, 20_001)}
+    peak = max(rates, key=rates.get)
+    return peak == 4000, f"highest at update {peak:,}: {rates[peak]:.6f}"
 
 
 # %% [markdown]
@@ -2315,6 +2474,36 @@ def evaluation_is_deterministic():
     assert not model(src, tgt).equal(model(src, tgt))
     model.eval()
     assert model(src, tgt).equal(model(src, tgt))
+
+
+# %% [markdown]
+# Where it falls, counted: once for each sub-layer, and once for each stack's
+# sum of embedding and position. (Attention weights would be a third kind.)
+
+
+# %% tags=["claim"]
+@claim(
+    "5.4",
+    "dropout falls on each sub-layer's output and on both sums of embedding "
+    "and position, and nowhere else",
+    unless={"attention_dropout": 0.1},
+)
+def dropout_falls_in_two_places(N=6, p=0.1, attention_dropout=0.0):
+    sizes = dict(N=N, dropout=p, attention_dropout=attention_dropout)
+    model, dropped = tiny_model(**sizes), Counter()
+    for name, part in model.named_modules():
+        if isinstance(part, Dropout):
+            place = name.rsplit(".", 2 if "residuals" in name else 1)[0]
+            part.register_forward_hook(
+                lambda _, before, after, place=place.split(".")[-1]:
+                dropped.update({place: not after.equal(before[0])})
+            )  # fmt: skip
+    src, tgt = torch.randint(4, 14, (2, 8, 12))
+    model(src, tgt)
+    wanted = {"residuals": 5 * N, "position": 2}
+    found = {place: int(times) for place, times in dropped.items() if times}
+    words = ", ".join(f"{n} times in {place}" for place, n in found.items())
+    return found == wanted, f"of {N} and {N} layers: {words}"
 
 
 # %% [markdown]
@@ -5450,6 +5639,107 @@ def beam_scores_are_the_models_own():
         for h in found:
             own = log_probability(model, pad([row]), h.tokens)
             assert math.isclose(h.log_prob, own, rel_tol=1e-4)
+
+
+# %% [markdown]
+# What the paper's settings do, tried on forty sources and that shaken model:
+# a beam of four should find likelier sentences than greedy decoding, and α =
+# 0.6 longer ones than α = 0.
+
+
+# %% tags=["claim"]
+def forty_sources():
+    """Forty rows of three to nine digits, padded."""
+    lengths = torch.randint(3, 10, (40,)).tolist()
+    return pad([[*torch.randint(4, 14, (n,)).tolist(), EOS] for n in lengths])
+
+
+@claim(
+    "6.1",
+    "a beam of four finds likelier sentences than greedy decoding",
+    toy=True,
+    unless={"width": 1},
+)
+def four_beginnings_beat_one(width=4):
+    model, src = restless_model(), forty_sources()
+    one, some = (
+        [h[0].log_prob for h in beam_search(model, src, w, alpha=0, extra=5)]
+        for w in (1, width)
+    )
+    gains = [b - a for a, b in zip(one, some)]
+    better, worse = (sum(s * g > 1e-4 for g in gains) for s in (1, -1))
+    mean = sum(gains) / len(gains)
+    return better > worse, (
+        f"of {len(gains)} sentences {better} get likelier and {worse} less "
+        f"likely; on average log P rises by {mean:.2f}"
+    )
+
+
+@claim(
+    "6.1",
+    "the length penalty with α = 0.6 makes for longer sentences",
+    toy=True,
+    unless={"alpha": 0.0},
+)
+def penalty_makes_longer(alpha=0.6):
+    model, src = restless_model(), forty_sources()
+    plain, ours = (
+        [len(h[0].tokens) for h in beam_search(model, src, 4, a, extra=5)]
+        for a in (0.0, alpha)
+    )
+    means = [sum(lengths) / len(lengths) for lengths in (plain, ours)]
+    return means[1] > means[0], (
+        f"{means[0]:.2f} words on average with α = 0, {means[1]:.2f} with "
+        f"α = {alpha}; {sum(b < a for a, b in zip(plain, ours))} of "
+        f"{len(plain)} get shorter"
+    )
+
+
+# %% [markdown]
+# Two more settings of the paper: no output is longer than its source by more
+# than 50, tried on a model that never ends by itself; and the search ends
+# early when it can, which must cost nothing. (It would, if the first sentence
+# that ends were taken: that is `careless`.)
+
+
+# %% tags=["claim"]
+@claim(
+    "6.1",
+    "an output is at most 50 tokens longer than its source",
+    unless={"extra": 60},
+)
+def outputs_have_a_limit(extra=50):
+    model, src = restless_model(), forty_sources()
+    with torch.no_grad():
+        model.tgt_embedding.weight[EOS] = 0
+    found = beam_search(model, src, 2, extra=extra)
+    sizes = (src != PAD).sum(-1).tolist()
+    longer = [len(h[0].tokens) - n for h, n in zip(found, sizes)]
+    return max(longer) <= 50, f"at most {max(longer)} longer"
+
+
+@claim(
+    "6.1",
+    "a search that ends early when possible loses nothing",
+    toy=True,
+    unless={"careless": True},
+)
+def ending_early_loses_nothing(careless=False):
+    model, src = restless_model(), forty_sources()
+    steps, results = Counter(), []
+    for first in (True, False):
+        results.append(beam_search(
+            model, src, first=first,
+            watch=lambda alive, *_: steps.update({first: len(alive)}),
+        ))  # fmt: skip
+    early, late = results
+    if careless:
+        early = [sorted(h, key=lambda x: len(x.tokens)) for h in late]
+    same = sum(a[0] == b[0] for a, b in zip(early, late))
+    return same == len(late), (
+        f"{same} of {len(late)} sentences are those of the whole search; "
+        f"{steps[True]:,} steps of sentences instead of {steps[False]:,}"
+    )
 
 
 # %% [markdown]
