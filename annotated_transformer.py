@@ -2317,6 +2317,7 @@ def table_2_is_time_times_rate(rate=9.5e12, gpus=8):
 
 
 # %% tags=["claim"]
+@functools.cache
 def operations_of_training(name, tokens=25_000, length=25, vocab=37_000):
     """Operations in products of the paper's whole training of a preset."""
     from torch.utils.flop_counter import FlopCounterMode
@@ -2331,7 +2332,7 @@ def operations_of_training(name, tokens=25_000, length=25, vocab=37_000):
 
 @claim(
     "6.1",
-    "the cost in Table 2 is the number of operations that training makes",
+    "time × GPUs × rate estimates the number of operations of training",
     unless={"busy": 0.35},
 )
 def table_2_counts_operations(busy=1.0):
@@ -2340,14 +2341,14 @@ def table_2_counts_operations(busy=1.0):
         counted = operations_of_training(name)
         share = counted / cost
         holds &= 1 / 1.5 < share / busy < 1.5
-        found.append(f"{name} makes {counted:.2e}, {share:.0%} of that")
+        found.append(f"{name} makes {counted:.2e}, {share:.0%} of Table 2's")
     return holds, "; ".join(found)
 
 
 # %% [markdown]
-# So either the GPUs made less than half of the 9.5 · 10¹² a second, which
-# is common, or batches were larger than we think. (With `busy=0.35` the cell
-# tries the first.)
+# So Table 2 says for how long the GPUs were taken, not what the model needs.
+# Either they made less than half of the 9.5 · 10¹² a second, or a batch held
+# more than 25,000 tokens. (`busy=0.35` tries the first.)
 
 # %% [markdown]
 # ### 5.3 Optimizer
@@ -6046,6 +6047,7 @@ TABLE_3 = {
 }
 
 
+@functools.cache
 def count_row(name, vocab=37_000):
     """The number of weights of a row of Table 3, from the model itself."""
     changes = dict(TABLE_3[name][0])
@@ -6114,19 +6116,20 @@ def table_3_has_one_vocabulary(rows="all"):
     unless={"d_k": 64},
 )
 def heads_cost_nothing(d_k=None):
-    sizes, work = set(), set()
     from torch.utils.flop_counter import FlopCounterMode
 
+    sizes, work = set(), set()
     for h in (1, 4, 8, 16, 32):
         with torch.device("meta"), FlopCounterMode(display=False) as counter:
-            model = Transformer(Config(h=h))
+            model = Transformer(Config(h=h, N=2))
             model = narrow(model, d_k) if d_k else model
             model(*torch.ones(2, 1, 25, dtype=torch.long))
         sizes.add(parameter_count(model))
         work.add(counter.get_total_flops())
     return len(sizes) == len(work) == 1, (
-        f"with 1 to 32 heads {min(sizes):,} to {max(sizes):,} weights and "
-        f"{min(work):,} to {max(work):,} operations for 25 words"
+        f"two layers with 1 to 32 heads have {min(sizes):,} to "
+        f"{max(sizes):,} weights and make {min(work):,} to {max(work):,} "
+        "operations for 25 words"
     )
 
 
@@ -6365,21 +6368,21 @@ def variations_in_small():
     means, halves = zip(
         *(compared(change, {}, **SHORT) for change in changes.values())
     )
-    chart = alt.Chart(
-        frame(
-            row=list(changes),
-            mean=means,
-            low=[m - h for m, h in zip(means, halves)],
-            high=[m + h for m, h in zip(means, halves)],
-        )
-    ).encode(alt.Y("row:N", sort=None, title="what is changed"))
-    title = "change of the held-out loss (right of 0: worse)"
-    bars = chart.mark_rule(strokeWidth=3, color=PALETTE[0]).encode(
-        alt.X("low:Q", title=title), alt.X2("high:Q")
+    found = frame(
+        row=list(changes),
+        mean=[round(m, 4) for m in means],
+        low=[round(m - h, 4) for m, h in zip(means, halves)],
+        high=[round(m + h, 4) for m, h in zip(means, halves)],
     )
-    points = chart.mark_point(filled=True, size=90, color=PALETTE[1])
-    zero = alt.Chart(frame(x=[0])).mark_rule(strokeDash=[4, 4]).encode(x="x:Q")
-    return (zero + bars + points.encode(x="mean:Q")).properties(
+    rows = alt.Y("row:N", sort=None, title="what is changed")
+    x = partial(alt.X, title="change of the held-out loss (above 0: worse)")
+    bars, points, zero = (
+        alt.Chart(found).mark_rule(strokeWidth=3, color=PALETTE[0]),
+        alt.Chart(found).mark_point(filled=True, size=90, color=PALETTE[1]),
+        alt.Chart().mark_rule(strokeDash=[4, 4]).encode(x=alt.datum(0)),
+    )
+    bars = bars.encode(x("low:Q"), rows, alt.X2("high:Q"))
+    return (zero + bars + points.encode(x("mean:Q"), rows)).properties(
         title="Five variations, 95 % intervals of paired differences",
         description="Interval chart: for each of five variations of the small "
         "base the mean change of the held-out loss and its 95 % interval.",

@@ -347,6 +347,16 @@ SLIPS = {
         "{name: total for name",
         "averages_are_means_and_stay_tied",
     ),
+    "an interval as if the deviation were known": (
+        "return mean, STUDENT[n - 2] * math.sqrt(variance / n)",
+        "return mean, 1.96 * math.sqrt(variance / n)",
+        "intervals_are_those_of_student",
+    ),
+    "the deviation of one number, not of the mean": (
+        "return mean, STUDENT[n - 2] * math.sqrt(variance / n)",
+        "return mean, STUDENT[n - 2] * math.sqrt(variance)",
+        "intervals_are_those_of_student",
+    ),
     "the lengths of the two sides exchanged": (
         "middle = int(self.lengths[i, 0])",
         "middle = int(self.lengths[i, 1])",

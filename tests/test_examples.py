@@ -13,6 +13,7 @@ TRAINED = {  # these train a model first; the notebook runs them all
     for name, function in book.EXAMPLES.items()
     if "copy_model(" in inspect.getsource(function)
     or "toy_translator(" in inspect.getsource(function)
+    or "compared(" in inspect.getsource(function)
 }
 
 
