@@ -6507,7 +6507,7 @@ def sudden_gaps(norm_first, seeds, updates, N):
     unless={"norm_first": True},
     full=LONG,
 )
-def post_norm_needs_a_warm_up(seeds=3, updates=120, norm_first=False):
+def post_norm_needs_a_warm_up(seeds=3, updates=90, norm_first=False):
     mean, half = interval(sudden_gaps(norm_first, seeds, updates, N=2))
     return mean > half, (
         f"without a warm-up the loss changes by {mean:+.3f} ± {half:.3f} "
@@ -6522,7 +6522,7 @@ def post_norm_needs_a_warm_up(seeds=3, updates=120, norm_first=False):
     unless={"N": 1},
     full=LONG,
 )
-def pre_norm_needs_it_less(seeds=3, updates=120, N=2):
+def pre_norm_needs_it_less(seeds=3, updates=90, N=2):
     gaps = [sudden_gaps(order, seeds, updates, N) for order in (False, True)]
     mean, half = interval([post - pre for post, pre in zip(*gaps)])
     return mean > half, (
