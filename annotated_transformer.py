@@ -2458,7 +2458,7 @@ def learning_rate_curves():
 # They matter. Four layers that learned the generated corpus with w = 400,
 # half the rate and dropout 0.1 (BLEU 99.5, commit 3fd342b) learned nothing at
 # all with w = 200, the full rate and dropout 0.3 (BLEU 0, commit 80dc9fe;
-# both 800 updates, seed 0).
+# both 800 updates, seed 0). Section 6.2 leaves the warm-up out.
 #
 # ### 5.4 Regularization
 #
@@ -6179,8 +6179,8 @@ def two_noisy_pairs():
 
 
 # %% [markdown]
-# One trial trains a small model on 2,000 pairs and measures it on 1,000
-# others, word by word, given the true beginning: the loss (its e-th power is
+# One trial trains a small model on 2,000 pairs and measures it on 1,000 drawn
+# afresh, word by word, given the true beginning: the loss (e to the loss is
 # the perplexity), the smoothed loss, the share of words that are right, and
 # the loss of the mean of the last five checkpoints. `rise=False` leaves out
 # the warm-up: the rate begins at its highest.
@@ -6359,7 +6359,7 @@ def a_smaller_network_is_worse(seeds=3, updates=120, d_ff=8):
 # The same in a picture, with the intervals of the short form:
 
 
-# %%
+# %% tags=["plumbing"]
 @example
 def variations_in_small():
     alt = altair()
