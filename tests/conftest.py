@@ -4,9 +4,13 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
 
-import annotated_transformer as book
+if "PYTEST_XDIST_WORKER" in os.environ:  # each worker has one of the cores
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch  # noqa: E402
+
+import annotated_transformer as book  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

@@ -107,6 +107,11 @@ SLIPS = {
         "return full.tril(1)",
         "the_future_is_hidden",
     ),
+    "the next word seen, even if it is the end": (
+        "return full.tril()",
+        "return full.tril(1)",
+        "reading_the_end_changes_nothing",
+    ),
     "padding seen": (
         "return (tokens != PAD)[:, None, None, :]",
         "return (tokens == tokens)[:, None, None, :]",
@@ -202,6 +207,21 @@ SLIPS = {
         "            pass\n        return HalfProduct",
         "half_products_are_close",
     ),
+    "a norm whose variance is a constant": (
+        "pull = (g * n).mean(-1, keepdim=True)",
+        "pull = 0",
+        "gradient_by_hand_is_autograds",
+    ),
+    "words multiplied by D, not its root": (
+        "return F.embedding(tokens, self.weight) * self.scale",
+        "return F.embedding(tokens, self.weight) * self.scale**2",
+        "paper_gives_the_same",
+    ),
+    "positions that begin with 1": (
+        "return self.drop(x + self.table[start:end])",
+        "return self.drop(x + self.table[start + 1 : end + 1])",
+        "paper_gives_the_same",
+    ),
     "a rate that lags by one": (
         "recipe.rate(step, model",
         "recipe.rate(max(step - 1, 1), model",
@@ -273,13 +293,13 @@ SLIPS = {
         "cache_changes_nothing",
     ),
     "every beginning everyone's ancestor": (
-        "self.ancestors[..., self.new] = True if alike else eye",
-        "self.ancestors[..., self.new] = True",
+        "self.ancestors[..., self.new] = 0 if W == 1 else self.itself",
+        "self.ancestors[..., self.new] = 0",
         "writer_changes_nothing",
     ),
     "ancestors not sorted with the beam": (
-        "rows = self.ancestors.flatten(0, 1)[texts]",
-        "rows = self.ancestors.flatten(0, 1)[: len(texts)]",
+        "rows = self.ancestors.flatten(0, 2)[texts]",
+        "rows = self.ancestors.flatten(0, 2)[: len(texts)]",
         "writer_changes_nothing",
     ),
     "products joined in the wrong order": (
@@ -293,8 +313,8 @@ SLIPS = {
         "writer_changes_nothing",
     ),
     "a source's keys left behind": (
-        "self.source = self.source.index_select(1, sources)",
-        "self.source = self.source[:, : len(sources)]",
+        "filled.index_copy_(0, moved, filled.index_select(0, came))",
+        "pass",
         "writer_changes_nothing",
     ),
     "a divergence in one direction": (
@@ -396,6 +416,62 @@ SLIPS = {
         "self.weights = None if self.training else weights.detach()",
         "self.weights = None if self.training else 1.01 * weights.detach()",
         "multi_head_attention_equals_torch",
+    ),
+    "no root of the width": (
+        "F.embedding(tokens, self.weight) * self.scale",
+        "F.embedding(tokens, self.weight)",
+        "embeddings_start_at_scale_one",
+    ),
+    "rows as most libraries start them": (
+        "nn.Parameter(torch.randn(vocab, d_model) / self.scale)",
+        "nn.Parameter(torch.randn(vocab, d_model))",
+        "embeddings_start_at_scale_one",
+    ),
+    "scaled in training only": (
+        "F.embedding(tokens, self.weight) * self.scale",
+        "F.embedding(tokens, self.weight) * self.scale**self.training",
+        "only_dropout_tells_the_modes_apart",
+    ),
+    "an encoder cut off": (
+        "return self.encoder(x, mask), mask",
+        "return self.encoder(x, mask).detach(), mask",
+        "every_weight_gets_a_gradient",
+    ),
+    "one layer N times": (
+        "nn.ModuleList(layer(config) for _ in range(config.N))",
+        "nn.ModuleList([layer(config)] * config.N)",
+        "layers_start_different",
+    ),
+    "target not shifted": (
+        "return self.tgt[:, :-1]  # (B, T)",
+        "return self.tgt[:, 1:]  # (B, T)",
+        "labels_are_what_is_read_next",
+    ),
+    "gradients never zeroed": (
+        "        optimizer.zero_grad()\n        losses",
+        "        losses",
+        "each_update_has_its_own_gradient",
+    ),
+    "dropout while writing": (
+        "    was = model.training\n    model.eval()",
+        "    was = model.training",
+        "writing_is_in_evaluation_mode",
+    ),
+    "evaluation for ever": (
+        "        model.train(was)",
+        "        pass",
+        "writing_is_in_evaluation_mode",
+    ),
+    "a smoothed loss as perplexity": (
+        'ignore_index=PAD, reduction="sum",\n            ).item()',
+        'ignore_index=PAD, reduction="sum", label_smoothing=0.1,\n'
+        "            ).item()",
+        "perplexity_is_the_models_own",
+    ),
+    "padding counted in perplexity": (
+        "tokens += batch.count()\n    return math.exp",
+        "tokens += batch.labels.numel()\n    return math.exp",
+        "perplexity_is_the_models_own",
     ),
 }
 

@@ -151,6 +151,29 @@ def test_a_writer_without_onednn_writes_the_same(monkeypatch):
     assert book.greedy(model, src, 20, writer.begin) == expected
 
 
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 999), X=st.integers(1, 700), k=st.integers(1, 6))
+def test_the_top_is_found_in_blocks_as_without(seed, X, k):
+    torch.manual_seed(seed)
+    scores, k = torch.randperm(3 * X).view(3, X).float(), min(k, X)
+    scores[0, ::2] = -math.inf  # texts that have ended
+    values, places = book.top(scores, k)
+    assert values.equal(scores.topk(k).values)
+    assert values.equal(scores.gather(1, places))
+    assert all(len({*row}) == k for row in places.tolist())
+
+
+@settings(max_examples=60, deadline=None)
+@given(stay=st.lists(st.booleans(), min_size=1, max_size=20))
+def test_who_stays_fills_the_holes_and_few_move(stay):
+    stay = torch.tensor(stay)
+    rows = book.close_ranks(stay)
+    assert sorted(rows.tolist()) == stay.nonzero()[:, 0].tolist()
+    left = len(rows)
+    moved = int((rows != torch.arange(left)).sum())
+    assert moved == int((~stay[:left]).sum())
+
+
 def count_rows(module):
     """A list that grows by the shape of each of the module's inputs."""
     seen = []

@@ -117,7 +117,7 @@ def test_all_that_was_printed_is_there(html, cells):
         for out in cell.get("outputs", [])
         for line in out.get("text", "").splitlines()
     ]
-    shown = "\n".join(tag.text for tag in html.select(".out, .holds"))
+    shown = "\n".join(tag.text for tag in html.select(".out, .holds, .claim"))
     lines = [line for line in shown.split("\n") if line.strip()]
     assert lines == [line for line in printed if line.strip()]
 
@@ -142,13 +142,16 @@ def test_every_picture_has_a_text(html, cells):
     assert all(img["alt"] for img in html.find_all("img"))
 
 
-def test_headings_form_a_tree_and_the_contents_have_them_all(html):
+def test_headings_form_a_tree_and_the_contents_have_them(html):
+    """All but the exercises, which stand at the end of many sections."""
     headings = html.article.find_all(re.compile(r"^h[1-6]$"))
     levels = [int(h.name[1]) for h in headings]
     assert levels[0] == 1 and levels.count(1) == 1
     assert all(b - a <= 1 for a, b in zip(levels, levels[1:]))
     entries = [(a["href"][1:], a.text) for a in html.nav.find_all("a")]
-    assert entries == [(h["id"], h.text) for h in headings[1:]]
+    listed = [h for h in headings[1:] if h.text != "Exercises"]
+    assert entries == [(h["id"], h.text) for h in listed]
+    assert len(listed) < len(headings) - 1
     for heading in headings[1:]:
         assert heading.parent.a["href"] == f"#{heading['id']}"
         assert heading.find_parent("section")["data-for"] == heading["id"]
@@ -330,6 +333,20 @@ def test_a_check_that_holds_is_shown_as_such(make):
     cell = cell.select_one(".cell.checked")
     shown = [(tag.name, tag.text) for tag in cell.select(".out, .holds")]
     assert shown == [("pre", "a"), ("p", "Holds: It."), ("pre", "b")]
+
+
+def test_a_claim_is_shown_with_its_verdict(make):
+    found = (
+        "Claim, Section 3: It.\nNot reproduced: 1.\nVerified at toy scale: 2."
+    )
+    cell = make(code("x = 1", stream(found), tags=["claim"])).select_one(
+        ".cell"
+    )
+    kinds = [tag["class"] for tag in cell.select(".claim")]
+    assert kinds == [
+        ["claim"], ["claim", "found", "not"], ["claim", "found"]
+    ]  # fmt: skip
+    assert not cell.select(".out")
 
 
 LONG = "def f():\n    alt.Chart()\n" + "    pass\n" * 25

@@ -99,15 +99,29 @@ def output(out, cell, prose):
     return printed(out.get("text") or data.get("text/plain", ""))
 
 
+REPORTS = {  # how a line begins that reports something, and its class
+    "Holds: ": "holds",
+    "Claim, ": "claim",
+    "Verified": "claim found",
+    "Not reproduced: ": "claim found not",
+    "Can't be checked here: ": "claim found untried",
+    "Right, on all": "holds",
+}
+
+
+def report(line):
+    """Return the class of a line that reports a check or a claim, or ''."""
+    kinds = (kind for start, kind in REPORTS.items() if line.startswith(start))
+    return next(kinds, "")
+
+
 def printed(text):
-    """Return printed lines; those that report a check get a sign."""
+    """Return printed lines; those that report something get a sign."""
     html = ""
-    for holds, lines in groupby(
-        text.rstrip().split("\n"), lambda line: line.startswith("Holds: ")
-    ):
-        if holds:
+    for kind, lines in groupby(text.rstrip().split("\n"), report):
+        if kind:
             html += "".join(
-                f'<p class="holds">{escape(line)}</p>\n' for line in lines
+                f'<p class="{kind}">{escape(line)}</p>\n' for line in lines
             )
         else:
             inner = escape("\n".join(lines).strip("\n"), quote=False)

@@ -319,9 +319,11 @@ class Prose:
         return re.sub(r"<!--.*?-->\s*", "", token.content, flags=re.S)
 
     def contents(self):
-        """Return the table of contents as nested lists."""
+        """Return the table of contents as nested lists, less exercises."""
         html, levels = [], []
         for level, name, text in self.headings[1:]:
+            if text == "Exercises":
+                continue
             while levels and levels[-1] > level:
                 levels.pop()
                 html.append("</li></ol>")

@@ -22,6 +22,7 @@ import json
 import re
 import statistics
 import sys
+import textwrap
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -345,6 +346,39 @@ def speed_table():
     return lines if len(lines) > 2 else ["Not measured yet."]
 
 
+def claim_lines(facts, verdict=""):
+    """Return a claim and what was found, as lines of a list."""
+    text = f"Section {facts['section']}: {facts['claim']}. {verdict}"
+    text += f"{facts['found'][0].upper()}{facts['found'][1:]}."
+    return textwrap.wrap(
+        f"* {text}", 76, subsequent_indent="  ", break_long_words=False
+    )
+
+
+def claims_table():
+    """Return how many claims have which verdict, and those that failed."""
+    record = read("claims").values()
+    lines = ["| verdict | claims |", "|---|---|"]
+    for verdict in book.VERDICTS:
+        count = sum(facts["verdict"] == verdict for facts in record)
+        lines.append(f"| {verdict} | {count} |")
+    lines += ["", "Not reproduced:", ""]
+    for facts in record:
+        if facts["verdict"] == "not reproduced":
+            lines += claim_lines(facts)
+    return lines
+
+
+def long_claims():
+    """Return what the long forms of the claims found."""
+    lines = []
+    for facts in read("claims").values():
+        if facts["settings"]:
+            verdict = f"*{facts['verdict'].capitalize()}*: "
+            lines += claim_lines(facts, verdict)
+    return lines
+
+
 EXPECTED = "multi30k-en-de"
 TABLES = {
     "multi30k": multi30k_table,
@@ -352,6 +386,8 @@ TABLES = {
     "averaging": averaging_table,
     "levers": levers_table,
     "speed": speed_table,
+    "claims": claims_table,
+    "long claims": long_claims,
 }
 
 

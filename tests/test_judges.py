@@ -1,0 +1,89 @@
+"""Exercises that are judged by properties: each slip is told its own fault."""
+
+import pytest
+import torch
+
+import annotated_transformer as book
+
+SAID = {
+    "turning_in_loops": {
+        "pairs left apart": "(6, 4, 2)",
+        "it adds": "at position 0",
+        "both sines have one sign": "length changes",
+        "the angle is not in proportion to the position": "q·k changes",
+        "i stands for 2i": "not by the angles",
+    },
+    "decoder_alone": {
+        "states, no logits": "(3, 6, 32)",
+        "the future is open": "words of the future",
+        "no positions": "order of earlier words",
+        "not tied": "8864 weights",
+    },
+    "turning_decoder": {
+        "positions are added": "padding on the left",
+        "no positions at all": "order of earlier words",
+    },
+}
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_each_slip_is_told_its_own_fault(name):
+    exercise = book.EXERCISES[name]
+    assert exercise.slips.keys() == SAID[name].keys()
+    for slip, words in SAID[name].items():
+        assert words in exercise.verdict(exercise.slips[slip]), slip
+
+
+def turned_halves(x, places, sign=1):
+    """Pairs (i, i + K/2), as many published models have them."""
+    a, b = x.chunk(2, dim=-1)
+    speeds = 10_000 ** (-torch.arange(0, x.size(1), 2) / x.size(1))
+    angles = sign * places[:, None] * speeds
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        book.EXERCISES["turning_in_loops"].spec,
+        turned_halves,
+        lambda x, places: turned_halves(x, places, sign=-1),
+    ],
+)
+def test_all_ways_of_turning_pairs_are_right(turn):
+    assert book.EXERCISES["turning_in_loops"].verdict(turn) == ""
+
+
+def test_a_decoder_whose_layers_are_hidden_from_torch_is_refused():
+    class Hidden(book.SlippedDecoder):
+        def __init__(self, config):
+            super().__init__(config)
+            layers, self.stack = self.stack.layers, None
+            self.layers = list(layers)
+
+        def forward(self, tokens):
+            x = self.position(self.embedding(tokens))
+            for layer in self.layers:
+                x = layer(x, self.mask(tokens))
+            return self.output.logits(x)
+
+    assert "known to torch" in book.EXERCISES["decoder_alone"].verdict(Hidden)
+
+
+def test_the_heads_may_be_added_up_by_einsum():
+    def added(heads, W_O):
+        rows = W_O.unflatten(0, heads.shape[1::2])
+        return torch.einsum("bhtk,hkd->btd", heads, rows)
+
+    assert book.EXERCISES["sum_of_heads_in_loops"].verdict(added) == ""
+
+
+def test_a_function_among_the_inputs_is_named_in_words():
+    exercise = book.EXERCISES["reach_by_nudging"]
+
+    def sees_nothing(f, x):
+        return torch.zeros(len(x), len(x), dtype=torch.bool)
+
+    said = exercise.verdict(sees_nothing)
+    assert "a function" in said and "0x" not in said
