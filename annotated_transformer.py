@@ -10735,17 +10735,17 @@ def heads_cost_nothing(d_k=None):
 # So nobody can be right about more than nine forms of ten.
 
 # %%
-STEMS = 16
-SMALL = dict(N=2, d_model=32, d_ff=64, h=4, dropout=0.1)
-SMALL |= dict(src_vocab=4 + 2 * STEMS, tgt_vocab=4 + 2 * STEMS)
+LEXICON = 16
+NOISY = dict(N=2, d_model=32, d_ff=64, h=4, dropout=0.1)
+NOISY |= dict(src_vocab=4 + 2 * LEXICON, tgt_vocab=4 + 2 * LEXICON)
 
 
 def noisy_pairs(number, seed, noise=0.1, length=4):
     """Pairs of the noisy language: reversed, each word in one of two forms."""
     draw, pairs = random.Random(seed), []
     for _ in range(number):
-        words = [draw.randrange(STEMS) for _ in range(length)]
-        forms = [word < STEMS // 2 for word in [*words[1:], words[0]]]
+        words = [draw.randrange(LEXICON) for _ in range(length)]
+        forms = [word < LEXICON // 2 for word in [*words[1:], words[0]]]
         forms = [form != (draw.random() < noise) for form in forms]
         tgt = [4 + 2 * w + f for w, f in zip(words, forms)]
         src = [4 + word for word in words]
@@ -10803,7 +10803,7 @@ def trial(seed, updates, pairs=2000, smoothing=0.1, rise=True, factor=0.35,
         updates, 60, factor, smoothing, batch_tokens=128, max_tokens=128
     )
     torch.manual_seed(seed)
-    model = Transformer(Config(**SMALL | changes))
+    model = Transformer(Config(**NOISY | changes))
     model = narrow(model, d_k) if d_k else model
     batches, kept = stream(noisy_pairs(pairs, seed), 128, seed), []
     for update in training(model, batches, recipe):
