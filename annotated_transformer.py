@@ -15803,7 +15803,7 @@ def main(argv):
 # | masked scores | −∞ | the lowest finite number |
 # | batch | 25,000 tokens a side | 24,576 places, padding included |
 # | final weights | mean of the last ones | that, or a better one |
-# | 6.2, 6.3 | other sizes; parsing | not repeated |
+# | 6.2, 6.3 | other sizes; parsing | on toys |
 #
 # Everything else is meant to be the paper's. If you find where it is not,
 # that is a mistake; please tell us.
