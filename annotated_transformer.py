@@ -16517,10 +16517,12 @@ def parser():
     option("--quantization", **kinds)
     text = "examine the paper's claims"
     option = command("claims", run_claims, text).add_argument
-    option("names", nargs="*", metavar="NAME", help="these only")
-    option("--full", action="store_true", help="the long forms, hours")
+    option("names", nargs="*", help="of claims: these only")
+    text = "the long forms, half an hour"
+    option("--full", action="store_true", help=text)
     option("--out", metavar="FILE", help="keep what was found, as JSON")
-    option("--commit", default="", help="the commit, for the record")
+    text = "the commit, for the record"
+    option("--commit", default="", metavar="HASH", help=text)
     return top
 
 

@@ -29,7 +29,8 @@ from helpers import (
 import annotated_transformer as book
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-COMMANDS = ["copy", "train", "translate", "evaluate", "curves", "export"]
+COMMANDS = ["copy", "train", "translate", "evaluate", "curves", "export",
+            "claims"]  # fmt: skip
 
 
 # ------------------------------------------------------------------- two runs
@@ -98,6 +99,7 @@ OPTIONS = {
     "--json --corpus --split",
     "curves": "--device --model --out",
     "export": "--device --format --model --out --quantization",
+    "claims": "--device --full --out --commit names",
 }
 
 
