@@ -1797,6 +1797,10 @@ def why_divide_by_the_root():
 
 
 # %% [markdown]
+# **What to notice.** The variance is d_k, as claimed. Undivided, random
+# keys already get a nearly hard choice at d_k = 512; divided, the weights
+# are as soft at 1,024 as at 4, and learning can begin anywhere.
+#
 # The first half of the argument, examined: mean and variance of the products,
 # for numbers that are drawn as the paper supposes. (With components of twice
 # the spread it fails.)
@@ -1863,10 +1867,6 @@ def large_products_end_the_gradient(
 
 
 # %% [markdown]
-# **What to notice.** The variance is d_k, as claimed. Undivided, random
-# keys already get a nearly hard choice at d_k = 512; divided, the weights
-# are as soft at 1,024 as at 4, and learning can begin anywhere.
-#
 # ##### Against additive attention
 #
 # *You may pass over this section.* The older kind of attention, *additive*,
@@ -2782,6 +2782,10 @@ def masks_of_a_padded_batch():
 
 
 # %% [markdown]
+# **What to notice.** In the lower row the columns of `<pad>` are dark
+# for every query. In the squares, everything above the diagonal is dark
+# as well. The rows of `<pad>` are harmless, and never wholly dark.
+#
 # Who *can* see whom, the derivatives tell (`depends`, from the section on
 # Table 1): a position sees another if its output changes with the other's
 # input. First the encoder and cross-attention, which see all of the source
@@ -2825,11 +2829,6 @@ def causality_as_a_jacobian(T=8, masked=True):
         f"not later, {future.sum()} of {len(future)} by what is later"
     )
 
-
-# %% [markdown]
-# **What to notice.** In the lower row the columns of `<pad>` are dark
-# for every query. In the squares, everything above the diagonal is dark
-# as well. The rows of `<pad>` are harmless, and never wholly dark.
 
 # %% [markdown]
 # **Asked often:** why mask the columns of padding, and not the rows? A column
@@ -5213,15 +5212,6 @@ def learning_rate_curves():
 
 
 # %% [markdown]
-# **Asked often:** why warm up, and how to set it for small batches? At the
-# start a post-norm model's last layers get by far the largest gradients
-# (*Post-norm against pre-norm, measured*), and Adam's running mean of squares
-# has seen too few of them to divide by. So the first steps must be small. A
-# smaller batch has a noisier gradient, and bears a lower peak. The peak is
-# factor / √(D · w): to halve it, make w four times as large or the factor
-# half. Count w in updates, not epochs, and watch the loss: one that falls
-# and then jumps back to where it began wants a lower peak or a longer w.
-#
 # **What to notice.** A longer warm-up means a lower peak, for the two
 # branches meet at n = w. Afterwards all curves of one width coincide. For
 # small batches w and the factor must be tried out: the copy task below uses w
@@ -5230,6 +5220,15 @@ def learning_rate_curves():
 # half the rate and dropout 0.1 (BLEU 99.5, commit 3fd342b) learned nothing at
 # all with w = 200, the full rate and dropout 0.3 (BLEU 0, commit 80dc9fe;
 # both 800 updates, seed 0). Section 6.2 leaves the warm-up out.
+#
+# **Asked often:** why warm up, and how to set it for small batches? At the
+# start a post-norm model's last layers get by far the largest gradients
+# (*Post-norm against pre-norm, measured*), and Adam's running mean of squares
+# has seen too few of them to divide by. So the first steps must be small. A
+# smaller batch has a noisier gradient, and bears a lower peak. The peak is
+# factor / √(D · w): to halve it, make w four times as large or the factor
+# half. Count w in updates, not epochs, and watch the loss: one that falls
+# and then jumps back to where it began wants a lower peak or a longer w.
 #
 # #### Exercises
 #
