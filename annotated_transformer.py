@@ -69,7 +69,7 @@
 # are ours. A *token* is one piece of text, such as a word, a part of a word,
 # a digit or a full stop, and the number that stands for it. In this book
 # "word" often means a token. The letters in a comment such as `# (B, T, D)`
-# give the shape of the tensor on that line:
+# give the shape of the tensor (numbers along any number of axes) on that line:
 #
 # | letter | size of | | letter | size of |
 # |---|---|---|---|---|
@@ -617,8 +617,9 @@ def heat_maps(panels, x, y, title, description, **options):
 #   29. A machine with ten thousand multipliers must still take 30 turns.
 # * **Paths are long.** If word 30 depends on word 1, as a German verb may
 #   depend on its subject, the signal passes through 29 states, each of
-#   which may lose it. A convolution of width k shortens the path, yet
-#   still needs a stack of layers to span a sentence.
+#   which may lose it. A convolution of width k mixes each word with its
+#   neighbours, k words at a time. It shortens the path, yet still needs a
+#   stack of layers to span a sentence.
 #
 # Attention connects every position with every other in one step. Its
 # price is a table of all pairs, so the work grows with the square of the
@@ -1290,6 +1291,15 @@ def two_padded_sentences():
 # N layers of one form. A layer consists of *attention*, where positions
 # exchange information, and a *feed-forward network*, where each position
 # works for itself. We call these parts its *sub-layers*.
+#
+# And how does it learn? All its matrices begin with random numbers, the
+# *weights*. The *loss* says, in one number, how badly the model has predicted.
+# The **gradient** has the derivative of the loss by each weight: how it would
+# change if that weight grew a little. PyTorch finds them all, going back
+# through the calculation from the loss (*autograd*). An *update* then moves
+# each weight a little against its derivative, so that the loss falls. Many
+# updates are a *training*. Where the gradient is 0, nothing is learned. That
+# is all we need until Section 5.
 #
 # ![The whole model. On the left the encoder: source tokens become vectors by
 # embedding and position, and pass N layers of self-attention and feed-forward
@@ -16667,6 +16677,7 @@ def main(argv):
 #   and softmax*).
 # * **encoder**: the stack that reads the source (*3 The model*).
 # * **epoch**: one pass through all pairs (*Batches*).
+# * **gradient**: the derivatives of the loss by all weights (*3 The model*).
 # * **greedy**: taking the likeliest word, one after the other (*Greedy
 #   decoding*).
 # * **head**: one of several attentions side by side (*3.2.2 Multi-head
@@ -16683,6 +16694,7 @@ def main(argv):
 #   (*3.1 Encoder and decoder stacks*).
 # * **logit**: the score of a word, before the softmax (*3.4 Embeddings and
 #   softmax*).
+# * **loss**: how badly the model has predicted, in one number (*3 The model*).
 # * **memory**: what the encoder gives the decoder: one vector for each source
 #   token (*3 The model*).
 # * **n-gram**: a run of n words (*How good is it? BLEU*).
