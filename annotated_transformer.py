@@ -22,18 +22,19 @@
 # %% [markdown]
 # ## Start here
 #
-# **In half an hour: the model.** Read from *3 The model* as far as *The same
-# as torch's own Transformer*. Pass over the cells that begin with `@check`
+# **In half an hour: the model.** Begin with *The task we use throughout*, and
+# read on as far as *The same as torch's own Transformer*. Pass over exercises,
+# folded cells, the readers' questions, and cells that begin with `@check`
 # (each only proves what stands before it). Then read *Batches* in Section 5.1,
 # the first page of *Greedy decoding*, and *A first example: copying*. End with
-# the pictures in *Looking at attention*.
+# the first picture in *Looking at attention*.
 #
 # **In an evening: from the paper to a translator.** Read from top to bottom as
-# far as Section 6.1. Leave out *How the charts are drawn*, *Making it fast*,
-# the grammar of the generated corpus (from *Nouns and adjectives* on; go
-# straight to *Words and vocabularies*) and, unless you like to reckon with a
-# pencil, *One example through everything*. End with all of *Looking at
-# attention*.
+# far as *6.1 Averaging checkpoints*. Leave out *How the charts are drawn*,
+# *Making it fast*, the grammar of the generated corpus (from *Nouns and
+# adjectives* on; go straight to *Words and vocabularies*), what says of itself
+# that you may pass over it and, unless you like to reckon with a pencil, *One
+# example through everything*. End with *Looking at attention*.
 #
 # **All of it.** The rest is for those who want to train on real text: speed,
 # means beyond the paper, files, long runs, several processes, results, and
@@ -324,7 +325,7 @@ def out_of_reach(name, section, text, why):
 # and, in a folded cell, in plain loops what a function must do. Replace the
 # dots in the cell after it and run that: your function is tried on drawn
 # inputs, and what is wrong with it is said. A hint and an answer are folded
-# away.
+# away. In brackets stands how long an answer is, or how long it may take you.
 
 # %% tags=["plumbing"]
 EXERCISES = {}
@@ -1601,11 +1602,12 @@ def layers_made_by_copying():
 # %% [markdown]
 # #### Exercises
 #
-# **Back through the norm** (an hour). Take g = 1 and b = 0. `grad` holds the
-# derivatives of some loss by each number that LayerNorm gives; wanted are
-# those by each number of x. The cell nudges one number after the other, which
-# takes two passes for each. Find the formula, without autograd. Mind that
-# each x works in three ways: by itself, through μ and through σ².
+# **Back through the norm** (an hour, if you know the chain rule). Take g = 1
+# and b = 0. `grad` holds the derivatives of some loss by each number that
+# LayerNorm gives; wanted are those by each number of x. The cell nudges one
+# number after the other, which takes two passes for each. Find the formula,
+# without autograd. Mind that each x works in three ways: by itself, through μ
+# and through σ².
 
 
 # %% tags=["exercise"]
@@ -5705,15 +5707,15 @@ def gradient_at_logits(logits, labels): ...
 # %% [markdown]
 # ## One example through everything
 #
-# *Optional.* One sentence goes through the whole model, and every number on
-# its way is printed: *Anna liebt Otto*, German for *Anna loves Otto*. The
-# model is this book's `Transformer` with D = 4, two heads, one layer in each
-# stack and F = 3. Its weights are −1, 0 and 1, so that you can do it all again
-# with a pencil; biases are 0, gains 1. They were not trained, but found by
-# trying out, and few as they are, they translate: *Otto liebt Anna* as well.
-# After each step, one number is worked by hand. What is printed is rounded
-# (0.000 is small, 0 is nothing), but the model goes on with all digits, so
-# your last one may differ.
+# *You may pass over this chapter: nothing later needs it.* One sentence goes
+# through the whole model, and every number on its way is printed: *Anna liebt
+# Otto*, German for *Anna loves Otto*. The model is this book's `Transformer`
+# with D = 4, two heads, one layer in each stack and F = 3. Its weights are −1,
+# 0 and 1, so that you can do it all again with a pencil; biases are 0, gains
+# 1. They were not trained, but found by trying out, and few as they are, they
+# translate: *Otto liebt Anna* as well. After each step, one number is worked
+# by hand. What is printed is rounded (0.000 is small, 0 is nothing), but the
+# model goes on with all digits, so your last one may differ.
 #
 # The folded cell has the weights as the paper writes them (a row times the
 # matrix), $W^Q$, $W^K$, $W^V$ and $W^O$ of an attention side by side.
