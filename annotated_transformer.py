@@ -5461,15 +5461,14 @@ def smoothed_loss(logits, labels, smoothing=0.1):
 
 # %% [markdown]
 # **Asked often:** why log-probabilities, and what has the KL divergence to do
-# with it? The probability of a sentence is a product of many small numbers;
-# as logarithms they are a sum, which no machine rounds to 0. And
-# `log_softmax` never forms the probability itself, so that it stays exact
-# where the softmax is 0 (the cell below). As for the Kullback-Leibler
-# divergence that other tutorials use here: the cross-entropy is
-# −Σ p log q, the divergence is Σ p log p − Σ p log q. They differ by the
-# entropy of the targets p, which no weight of the model can change. So
-# their gradients are the same. We keep the cross-entropy, because without
-# smoothing it is the plain loss.
+# with it? The probability of a sentence is a product of many small numbers; as
+# logarithms they are a sum, which no machine rounds to 0. And `log_softmax`
+# never forms the probability itself, so that it stays exact where the softmax
+# is 0 (the cell below). As for the Kullback-Leibler divergence that other
+# tutorials use here: the cross-entropy is −Σ p log q, the divergence is Σ p
+# log p − Σ p log q. They differ by −Σ p log p, the *entropy* of the targets p,
+# which no weight of the model can change. So their gradients are the same. We
+# keep the cross-entropy, because without smoothing it is the plain loss.
 
 
 # %% tags=["question"]
@@ -5975,7 +5974,7 @@ def step_weights():
 # By hand, for *Anna*:
 #
 # * Head 1 begins with
-#   0.142 · (−3) + 0.708 · 1.010 + 0.011 · (−0.980) + 0.139 · 5.030 = 0.978.
+#   0.142 · (−3) + 0.708 · 1.010 + 0.011 · (−0.980) + 0.139 · 5.030 = 0.977.
 # * The mean of the sum is (1.672 + 2.022 − 0.612 − 0.590) / 4 = 0.623.
 # * The variance is the mean of the squares less the square of the mean:
 #   (1.672² + 2.022² + 0.612² + 0.590²) / 4 − 0.623² = 1.514.
@@ -8071,7 +8070,10 @@ def exact_matches(model, pairs):
 # %% [markdown]
 # A low loss proves little: a model with a wrong positional encoding can
 # still predict most digits. The exact match of whole, freely written
-# sequences is the measure that counts.
+# sequences is the measure that counts. (A `Recipe` has the settings of a
+# training, and `training` makes the updates: *The training loop*. `fast`,
+# `Writer` and `backward_in_slices` are quicker forms of the model, of writing
+# and of the way back, from *Making it fast*.)
 
 # %%
 COPY = Config(14, 14, N=1, d_model=64, d_ff=128, h=2, dropout=0.0)
@@ -9339,11 +9341,12 @@ def untrained_translator(pairs, languages, sizes, both=False, **how):
 # from cheating:
 #
 # * An n-gram counts as often as the reference has it, not more, so that "the
-# the the" earns one point only, if the reference has one "the". * The four
-# shares are multiplied (their fourth root is taken), so that the right words
-# in the wrong order are not enough. * Where the output is shorter than the
-# reference, a *brevity penalty* exp(1 − r/c) is due, with r and c their
-# lengths in words. Otherwise it would pay to write only what is certain.
+#   the the" earns one point only, if the reference has one "the".
+# * The four shares are multiplied (their fourth root is taken), so that the
+#   right words in the wrong order are not enough.
+# * Where the output is shorter than the reference, a *brevity penalty*
+#   exp(1 − r/c) is due, with r and c the lengths of reference and output in
+#   words. Otherwise it would pay to write only what is certain.
 
 
 # %%
@@ -9700,9 +9703,10 @@ def its_mistakes():
 
 
 # %% [markdown]
-# **What to notice.** The order of the words is right, the verbs are found
-# wherever they hide. What goes wrong is small: an article too many or too
-# few, a singular for a plural whose form is the same in German.
+# **What to notice.** The verbs are found wherever they hide. What goes wrong
+# is small: a singular for a plural whose form is the same in German
+# (*Schlüssel*: key or keys), a word or a phrase left out, or one in place of
+# another. (Which sentences are wrong may differ from machine to machine.)
 #
 # And the question everyone asks of a trained model: *how do I translate
 # my own sentence?* Like this. The second sentence is good German as well,
@@ -13243,7 +13247,8 @@ def labels_are_what_is_read_next():
 # where long sentences are cut to a fixed length, nothing ever ends. Smoothing
 # over all words but the label and padding gives the others more than their
 # due. And a loss divided by the number of all positions, padding too, looks
-# *better* the more padding there is.
+# *better* the more padding there is. (Here batches are sorted by length, and
+# hold next to none.)
 
 
 # %%
