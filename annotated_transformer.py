@@ -322,10 +322,12 @@ def out_of_reach(name, section, text, why):
 
 # %% [markdown]
 # Sections end with **exercises**, which you may pass over. Each says in words
-# and, in a folded cell, in plain loops what a function must do. Replace the
-# dots in the cell after it and run that: your function is tried on drawn
-# inputs, and what is wrong with it is said. A hint and an answer are folded
-# away. In brackets stands how long an answer is, or how long it may take you.
+# and, in a folded cell, in plain loops what a function must do: the last
+# function there, with the shapes. (Above it are the slips that people make.
+# They give much away; don't look at them yet.) Replace the dots in the cell
+# after it and run that: your function is tried on drawn inputs, and what is
+# wrong with it is said. A hint and an answer are folded away. In brackets
+# stands how long an answer is, or how long it may take you.
 
 # %% tags=["plumbing"]
 EXERCISES = {}
@@ -336,7 +338,9 @@ def difference(answer, truth, what="the result"):
     """In words, how an answer differs from what is right; "" if it is."""
     if isinstance(truth, (tuple, list)):
         if not isinstance(answer, (tuple, list)) or len(answer) != len(truth):
-            return f"{what} should be {len(truth)} things, not {answer!r}"
+            words = all(isinstance(part, str) for part in truth)
+            wanted = repr(truth) if words else f"{len(truth)} things"
+            return f"{what} should be {wanted}, not {answer!r}"
         parts = (
             difference(a, t, f"{what}, part {i},")
             for i, (a, t) in enumerate(zip(answer, truth))
@@ -5315,7 +5319,7 @@ def draw_gradients():
     return torch.randn(5), gradients, 0.1, float(torch.rand(()))
 
 
-def adam_but(beta_1=0.9, beta_2=0.98, corrected=True, under=False):
+def adam_but(beta_1=0.9, beta_2=0.98, corrected=True, under=False, kept=False):
     """The answer, but for what is wrong with it."""
 
     def answer(weight, gradients, rate, eps):
@@ -5327,6 +5331,7 @@ def adam_but(beta_1=0.9, beta_2=0.98, corrected=True, under=False):
             U = v / (1 - beta_2**n) if corrected else v
             root = (U + eps).sqrt() if under else U.sqrt() + eps
             weight = weight - rate * M / root
+            m, v = (M, U) if kept else (m, v)
         return weight
 
     return answer
@@ -5336,6 +5341,8 @@ def adam_but(beta_1=0.9, beta_2=0.98, corrected=True, under=False):
     draw_gradients,
     {
         "the means are not corrected": adam_but(corrected=False),
+        "the corrected means are carried on: the next update goes on from "
+        "those that are not corrected": adam_but(kept=True),
         "ε is added under the root, not to the root": adam_but(under=True),
         "β₁ and β₂ are exchanged": adam_but(0.98, 0.9),
     },
@@ -5601,6 +5608,9 @@ def floor_of(right, other, others):
     {
         "the right word has its part of ε as well, ε/V": (
             lambda V, eps: floor_of(1 - eps, eps / (V - 1), V - 1)
+        ),
+        "the right word lacks its part of ε: yours sum to 1 - ε/V only": (
+            lambda V, eps: floor_of(1 - eps, eps / V, V - 1)
         ),
         "of the other words only one is counted": (
             lambda V, eps: floor_of(1 - eps + eps / V, eps / V, 1)
@@ -6570,6 +6580,8 @@ def parts_divided_by(divisor):
     {
         "each part is divided by its own tokens: then a token of a short part "
         "counts for more": parts_divided_by(lambda y, _: (y != PAD).sum()),
+        "the parts' means are averaged: then a token of a short part counts "
+        "for more": parts_divided_by(lambda y, _: 3 * (y != PAD).sum()),
         "the sum is not divided": parts_divided_by(lambda y, every: 1),
         "padding is counted among the tokens": parts_divided_by(
             lambda y, every: len(every)
