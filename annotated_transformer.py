@@ -22,12 +22,13 @@
 # %% [markdown]
 # ## Start here
 #
-# **In half an hour: the model.** Begin with *The task we use throughout*, and
-# read on as far as *The same as torch's own Transformer*. Pass over exercises,
-# folded cells, the readers' questions, and cells that begin with `@check`
-# (each only proves what stands before it). Then read *Batches* in Section 5.1,
-# the first page of *Greedy decoding*, and *A first example: copying*. End with
-# the first picture in *Looking at attention*.
+# **In half an hour: the model** (an hour, if you read all of its code). Begin
+# with *The task we use throughout*, and read on as far as *The same as torch's
+# own Transformer*. Pass over exercises, folded cells, the readers' questions,
+# and cells that begin with `@check` (each only proves what stands before it).
+# Then read *Batches* in Section 5.1, the first page of *Greedy decoding*, and
+# *A first example: copying*. End with the first picture in *Looking at
+# attention*.
 #
 # **In an evening: from the paper to a translator.** Read from top to bottom as
 # far as *6.1 Averaging checkpoints*. Leave out *How the charts are drawn*,
@@ -430,8 +431,12 @@ class Exercise:
         self.blank = answer
         if NOTEBOOK:
             wrong = self.verdict(answer)
-            words = wrong if wrong == UNFILLED else f"Not yet: {wrong}"
-            print(words if wrong else "Right, on all inputs drawn.")
+            if wrong == UNFILLED:
+                print(UNFILLED, *(self.spec.__doc__ or "").split())
+            elif wrong:
+                print("Not yet:", wrong)
+            else:
+                print("Right, on all inputs drawn.")
         return answer
 
 
@@ -3598,7 +3603,8 @@ def longest_wavelength(d_model=512, divisor=None):
         table = clocks(10_000 ** (-pairs / divisor))
     longest = wavelengths(table)[-1].item() / (2 * math.pi)
     return math.isclose(longest, 10_000, rel_tol=1e-3), (
-        f"for D = {d_model} it is {longest:,.0f}·2π"
+        f"for D = {d_model} it is {longest:,.0f}·2π, that is "
+        f"{1 - longest / 10_000:.1%} less"
     )
 
 
