@@ -29,7 +29,7 @@ from helpers import (
 import annotated_transformer as book
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-COMMANDS = ["copy", "train", "translate", "evaluate", "curves", "export"]
+COMMANDS = "copy train translate evaluate curves export claims".split()
 
 
 # ------------------------------------------------------------------- two runs
@@ -96,8 +96,9 @@ OPTIONS = {
     "--nbest sentence",
     "evaluate": "--device --model --beam --alpha --reverse --int8 --half "
     "--json --corpus --split",
-    "curves": "--device --model --out",
-    "export": "--device --format --model --out --quantization",
+    "curves": "--model --out",
+    "export": "--format --model --out --quantization",
+    "claims": "--full --out --commit",
 }
 
 
