@@ -260,9 +260,10 @@ class InputError(ValueError):
 # and prints what it found and a *verdict*: **verified**, **verified at toy
 # scale** (true of a small model and a small task, so no more than a hint),
 # **not reproduced**, or **can't be checked here**. Open the cell, change a
-# setting, run it again: the verdict must be able to change. Each claim names,
-# under `unless`, settings with which it comes out the other way, and the
-# tests try them all. *The ledger*, near the end, puts all verdicts together.
+# setting, run it again: the verdict must be able to change. Each claim that
+# is examined names, under `unless`, settings with which it comes out the other
+# way. `make claims` tries them all, and so do the tests where it takes
+# seconds. *The ledger*, near the end, puts all verdicts together.
 
 # %% tags=["plumbing"]
 CLAIMS, FINDINGS = {}, {}
@@ -14660,7 +14661,8 @@ def parser():
     option("--quantization", **kinds)
     text = "examine the paper's claims"
     option = command("claims", run_claims, text, False).add_argument
-    option("names", nargs="*", metavar="NAME", help="these only")
+    text = "these only (all); a wrong name lists what there is"
+    option("names", nargs="*", metavar="NAME", help=text)
     option("--full", action="store_true", help="the long forms, hours")
     option("--out", metavar="FILE", help="keep what was found, as JSON")
     option("--commit", default="", help="the commit, for the record")
