@@ -2663,7 +2663,7 @@ def attention_ignores_order():
 # attention says so, but joining the heads and multiplying with W_O is a
 # *sum*: each head is multiplied with K rows of W_O that are its own, and the
 # results are added. The cell does that head by head. Do it without a loop.
-# (W_O is the paper's here, to be multiplied from the right.)
+# (W_O is the paper's here: a row x becomes x W_O.)
 
 
 # %% tags=["exercise"]
@@ -2681,6 +2681,9 @@ def draw_some_heads():
         "the numbers of the heads take turns: head i should have the K rows "
         "of W_O from i·K on": (
             lambda heads, W_O: heads.permute(0, 2, 3, 1).flatten(-2) @ W_O
+        ),
+        "W_O is transposed: a row x becomes x W_O": (
+            lambda heads, W_O: heads.transpose(1, 2).flatten(-2) @ W_O.T
         ),
         "the heads are added up, not averaged": (
             lambda heads, W_O: (heads @ W_O.unflatten(0, (3, 2))).mean(1)
@@ -7413,7 +7416,7 @@ def one_means_after_another():
 #
 # * **Weights laid out once.** Before a library multiplies, it copies the
 #   weights into the order in which the processor reads them best. Beside a
-#   thousand rows that costs little; beside 64 it is a good part of the work.
+#   thousand rows that costs little; the fewer the rows, the larger its part.
 #   oneDNN, which PyTorch brings along, can keep the copy. It also adds the
 #   bias and the residual, or applies the ReLU, as it writes each number.
 # * **Products joined.** Queries, keys and values of a layer are one product;
@@ -14727,10 +14730,9 @@ def main(argv):
 # ### Notation
 #
 # The paper's symbols and ours, and where in the code they live: `f(x)` is the
-# variable x of the function f. Matrices are as in the paper, where a row is
-# multiplied from the left; `nn.Linear` keeps them transposed. A number has
-# the shape (). K, V, W, F, b and ε have two meanings each, which the place
-# tells apart.
+# variable x of the function f. Matrices are as in the paper, where a row x
+# becomes x W; `nn.Linear` keeps them transposed. A number has the shape ().
+# K, V, W, F, b and ε have two meanings each, which the place tells apart.
 #
 # | symbol | meaning | shape | in the code | where |
 # |---|---|---|---|---|
