@@ -209,7 +209,7 @@ def main(argv=None):
     facts, rows = machine(), []
     print(json.dumps(facts))
     for title, make, sizes in (
-        ("test set", test_set, (64, 256, 512)),
+        ("test set", test_set, (64, 128, 256, 512)),
         ("base", base, (32, 64)),
     ):
         if args.only not in (None, title):

@@ -66,8 +66,15 @@ def built(tmp_path_factory):
     return path
 
 
+TRAINING = {"test_attention", "test_checks"}  # they share one trained model
+
+
 def pytest_collection_modifyitems(items):
-    """Skip the tests marked gpu where there is no CUDA device."""
+    """Keep a file's tests together; skip what needs a GPU without one."""
+    for item in items:
+        name = item.path.stem
+        group = "training" if name in TRAINING else name
+        item.add_marker(pytest.mark.xdist_group(group))
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

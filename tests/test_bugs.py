@@ -109,7 +109,7 @@ def test_a_model_that_sees_its_label_has_a_fine_loss_and_no_use(one_thread):
 
 
 def test_a_bug_in_use_is_planted_after_training(one_thread):
-    loss, _, right, _ = book.examine_bug("each_word_at_the_first_place")
+    loss, _, right, _ = book.examine_bug("all_at_the_first_place")
     assert loss == book.symptoms_of_none()[0] and right < 100
     early = book.BUGS["no_root_of_d_model"]  # which changes the loss
     late = dataclasses.replace(early, in_use=True)

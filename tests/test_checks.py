@@ -367,6 +367,26 @@ SLIPS = {
         "{name: total for name",
         "averages_are_means_and_stay_tied",
     ),
+    "a bracket closed by any other": (
+        "if label != token[1:] or start == place:",
+        "if start == place:",
+        "parse_scores_by_hand",
+    ),
+    "the spans of the right tree counted for both": (
+        "hits / max(1, found), hits / max(1, right)",
+        "hits / max(1, right), hits / max(1, right)",
+        "parse_scores_by_hand",
+    ),
+    "an interval as if the deviation were known": (
+        "return mean, STUDENT[n - 2] * math.sqrt(variance / n)",
+        "return mean, 1.96 * math.sqrt(variance / n)",
+        "intervals_are_those_of_student",
+    ),
+    "the deviation of one number, not of the mean": (
+        "return mean, STUDENT[n - 2] * math.sqrt(variance / n)",
+        "return mean, STUDENT[n - 2] * math.sqrt(variance)",
+        "intervals_are_those_of_student",
+    ),
     "the lengths of the two sides exchanged": (
         "middle = int(self.lengths[i, 0])",
         "middle = int(self.lengths[i, 1])",

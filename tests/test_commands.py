@@ -29,7 +29,8 @@ from helpers import (
 import annotated_transformer as book
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-COMMANDS = "copy train translate evaluate curves export claims".split()
+COMMANDS = ["copy", "train", "translate", "evaluate", "curves", "export",
+            "claims"]  # fmt: skip
 
 
 # ------------------------------------------------------------------- two runs
@@ -98,7 +99,7 @@ OPTIONS = {
     "--json --corpus --split",
     "curves": "--model --out",
     "export": "--format --model --out --quantization",
-    "claims": "--full --out --commit",
+    "claims": "--full --out --commit names",
 }
 
 

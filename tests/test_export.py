@@ -119,7 +119,8 @@ def test_the_lines_in_the_book_translate(capsys, tmp_path):
     translator = KINDS["pieces, pre-norm"]()
     folder = export(capsys, translator, tmp_path)
     source = Path(book.__file__).read_text(encoding="utf-8")
-    [block] = re.findall(r"(?ms)^# ```python\n(.*?)^# ```\n", source)
+    blocks = re.findall(r"(?ms)^# ```python\n(.*?)^# ```\n", source)
+    [block] = [b for b in blocks if "german-english" in b]
     lines = re.sub(r"(?m)^# ?", "", block)
     lines = lines.replace("german-english", str(folder))
     assert lines.count(str(folder)) == 2

@@ -5,6 +5,7 @@ import base64
 import re
 import shutil
 import subprocess
+from collections import Counter
 from pathlib import Path
 
 import nbformat
@@ -282,6 +283,21 @@ def test_make_alone_lists_every_target():
     ).stdout
     targets = re.search(r"^\.PHONY: (.*)$", read("Makefile"), re.M)[1].split()
     assert re.findall(r"^  make ([a-z-]+) ", shown, re.M) == targets
+
+
+def test_the_book_defines_no_name_twice():
+    names = Counter()
+    for node in ast.parse(read("annotated_transformer.py")).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names[node.name] += 1
+        elif isinstance(node, ast.Assign):
+            for part in map(ast.walk, node.targets):
+                names.update(
+                    n.id
+                    for n in part
+                    if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+                )
+    assert [name for name, times in names.items() if times > 1] == []
 
 
 def test_text_files_are_utf8_with_plain_line_ends():
