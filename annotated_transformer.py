@@ -15843,8 +15843,9 @@ def entry(name, full):
 def run_claims(args):
     unknown = set(args.names) - set(CLAIMS)
     if unknown:
-        known = ", ".join(CLAIMS)
-        raise InputError(f"no claim {min(unknown)!r}; there are: {known}")
+        names = sorted(CLAIMS, key=by_section)
+        known = "".join(f"\n  {CLAIMS[n].section:<6} {n}" for n in names)
+        raise InputError(f"no claim {min(unknown)!r}; there are:{known}")
     path = Path(args.out) if args.out else None
     record = found_before(path) if path else {}
     for name in args.names or sorted(CLAIMS, key=by_section):
