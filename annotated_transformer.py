@@ -262,9 +262,10 @@ class InputError(ValueError):
 # and prints what it found and a *verdict*: **verified**, **verified at toy
 # scale** (true of a small model and a small task, so no more than a hint),
 # **not reproduced**, or **can't be checked here**. Open the cell, change a
-# setting, run it again: the verdict must be able to change. Each claim names,
-# under `unless`, settings with which it comes out the other way, and the
-# tests try them all. *The ledger*, near the end, puts all verdicts together.
+# setting, run it again: the verdict must be able to change. Each claim that
+# is examined names, under `unless`, settings with which it comes out the other
+# way. `make claims` tries them all, and so do the tests where it takes
+# seconds. *The ledger*, near the end, puts all verdicts together.
 
 # %% tags=["plumbing"]
 CLAIMS, FINDINGS = {}, {}
@@ -275,7 +276,8 @@ class Claim:
     """A claim of the paper, and the function that examines it.
 
     `examine(**settings)` returns whether the claim holds and, in words, what
-    was found; None in its place: it can't be checked here. `unless` are
+    was found. A claim whose `examine` is None can't be checked here, and
+    `why` says for what reason. `toy`: only a small model was tried. `unless`:
     settings with which it must come out otherwise, `full` those of the long
     form, for `make claims`.
     """
@@ -332,7 +334,10 @@ def out_of_reach(name, section, text, why):
 
 # %% tags=["plumbing"]
 EXERCISES = {}
-UNFILLED = "Not filled in yet: put your code in place of the dots."
+UNFILLED = (
+    "Not filled in yet: put your code in place of the dots, and return what "
+    "it finds."
+)
 
 
 def difference(answer, truth, what="the result"):
@@ -348,9 +353,12 @@ def difference(answer, truth, what="the result"):
         )
         return next(filter(None, parts), "")
     if not isinstance(truth, torch.Tensor):
-        number = isinstance(truth, float) and isinstance(answer, (int, float))
-        near = number and math.isclose(answer, truth, rel_tol=1e-4)
-        right = near or (type(answer) is type(truth) and answer == truth)
+        if isinstance(answer, torch.Tensor) and answer.dim() == 0:
+            answer = answer.item()
+        right = type(answer) is type(truth) and answer == truth
+        if {type(answer), type(truth)} <= {int, float}:
+            near = 1e-4 if isinstance(truth, float) else 0
+            right = math.isclose(answer, truth, rel_tol=near)
         return (
             "" if right else f"{what} is {answer!r}, and should be {truth!r}"
         )
@@ -397,6 +405,10 @@ class Exercise:
         self.spec, self.draw, self.slips = spec, draw, slips
         self.judge = judge or self.compare
         self.blank = None
+
+    def __call__(self, *inputs):
+        """What the slow function gives, to compare with on inputs of yours."""
+        return self.spec(*inputs)
 
     def compare(self, answer, times=10):
         """What is wrong with an answer, tried on drawn inputs."""
@@ -2672,7 +2684,7 @@ def attention_ignores_order():
 # attention says so, but joining the heads and multiplying with W_O is a
 # *sum*: each head is multiplied with K rows of W_O that are its own, and the
 # results are added. The cell does that head by head. Do it without a loop.
-# (W_O is the paper's here, to be multiplied from the right.)
+# (W_O is the paper's here: a row x becomes x W_O.)
 
 
 # %% tags=["exercise"]
@@ -2690,6 +2702,9 @@ def draw_some_heads():
         "the numbers of the heads take turns: head i should have the K rows "
         "of W_O from i·K on": (
             lambda heads, W_O: heads.permute(0, 2, 3, 1).flatten(-2) @ W_O
+        ),
+        "W_O is transposed: a row x becomes x W_O": (
+            lambda heads, W_O: heads.transpose(1, 2).flatten(-2) @ W_O.T
         ),
         "the heads are added up, not averaged": (
             lambda heads, W_O: (heads @ W_O.unflatten(0, (3, 2))).mean(1)
@@ -3690,9 +3705,12 @@ def likeness(p, q, d_model): ...
 def judge_turning(turn):
     x, y = torch.randn(2, 6, 8)
     places, zeros = torch.randint(40, (6,)), torch.zeros(6).long()
-    turned = turn(x.clone(), places)
+    given = x.clone()
+    turned = turn(given, places)
     if turned is None:
         return UNFILLED
+    if not given.equal(x):
+        return "your code changes its input"
     if turned.shape != x.shape:
         return f"(T, K) is {(*x.shape,)}, the result {(*turned.shape,)}"
     if unlike(turn(x, zeros), x, ""):
@@ -7621,7 +7639,7 @@ def one_means_after_another():
 #
 # * **Weights laid out once.** Before a library multiplies, it copies the
 #   weights into the order in which the processor reads them best. Beside a
-#   thousand rows that costs little; beside 64 it is a good part of the work.
+#   thousand rows that costs little; the fewer the rows, the larger its part.
 #   oneDNN, which PyTorch brings along, can keep the copy. It also adds the
 #   bias and the residual, or applies the ReLU, as it writes each number.
 # * **Products joined.** Queries, keys and values of a layer are one product;
@@ -12940,8 +12958,8 @@ class Bug:
         home = globals()[owner] if owner else None
         right = vars(home)[name] if owner else globals()[name]
         wrong = self.wrong
-        if isinstance(right, property):
-            wrong = property(wrong)
+        if isinstance(right, (property, classmethod, staticmethod)):
+            wrong = type(right)(wrong)
         if owner:
             put = partial(setattr, home, name)
         else:
@@ -13540,9 +13558,10 @@ def gallery_of_bugs():
 # **What to notice.** The loss gives away few of them, and some of those only
 # to one who knows what it should be. In the second group the training looks
 # perfect, and the model is useless or damaged: only what it writes freely
-# tells. In the last group no number tells. Such a bug costs quality that
-# nobody misses, or it waits for longer sentences, wider heads, more padding,
-# or weights from elsewhere. (Whether 290 of 300 are harm or chance, one run
+# tells. In the last group no number tells (but for the last line's
+# perplexity, which is itself the bug). Such a bug costs quality that nobody
+# misses, or it waits for longer sentences, wider heads, more padding, or
+# weights from elsewhere. (Whether 290 of 300 are harm or chance, one run
 # can't say.) The checks catch them all without any training: most are those
 # of the chapters, and the rest were the reason to write eight more.
 #
@@ -15897,12 +15916,11 @@ def entry(name, full):
 def run_claims(args):
     unknown = set(args.names) - set(CLAIMS)
     if unknown:
-        known = ", ".join(CLAIMS)
-        raise InputError(f"no claim {min(unknown)!r}; there are: {known}")
+        names = sorted(CLAIMS, key=by_section)
+        known = "".join(f"\n  {CLAIMS[n].section:<6} {n}" for n in names)
+        raise InputError(f"no claim {min(unknown)!r}; there are:{known}")
     path = Path(args.out) if args.out else None
-    record = {}
-    if path and path.exists():
-        record = json.loads(path.read_text(encoding="utf-8"))
+    record = found_before(path) if path else {}
     for name in args.names or sorted(CLAIMS, key=by_section):
         facts = entry(name, args.full)
         facts["command"] = " ".join(["claims", *sys.argv[2:]])
@@ -15912,6 +15930,21 @@ def run_claims(args):
         record[name] = facts
         if path:
             keep_record(path, record)
+
+
+def found_before(path):
+    """{claim: facts} of an earlier run; InputError if `path` is no such."""
+    if not path.parent.is_dir():
+        raise InputError(f"{path}: no such folder")
+    if not path.exists():
+        return {}
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if all("verdict" in facts for facts in record.values()):
+            return record
+    except (ValueError, AttributeError, TypeError):
+        pass  # no JSON, no dict, or one of other things
+    raise InputError(f"{path} is there, and no record of claims; it stays")
 
 
 def keep_record(path, record):
@@ -16585,11 +16618,12 @@ def parser():
     top.set_defaults(run=run_copy, seed=0, device="auto")
     commands = top.add_subparsers(title="commands", metavar="COMMAND")
 
-    def command(name, run, text):
+    def command(name, run, text, device=True):
         sub = commands.add_parser(name, help=text, description=text)
         sub.set_defaults(run=run)
-        device = "cpu, cuda, mps; default: the best there is"
-        sub.add_argument("--device", default="auto", help=device)
+        if device:
+            text = "cpu, cuda, mps; default: the best there is"
+            sub.add_argument("--device", default="auto", help=text)
         return sub
 
     copy = command("copy", run_copy, "learn to copy digits (the default)")
@@ -16609,12 +16643,12 @@ def parser():
     option("--split", default="test", metavar="NAME", help=text)
     option("--json", metavar="FILE", help="write the figures there too")
     text = "draw the log of a training run"
-    option = command("curves", run_curves, text).add_argument
+    option = command("curves", run_curves, text, False).add_argument
     option("--model", required=True, metavar="DIR", help="the run's folder")
     text = ".svg, .png or .html"
     option("--out", required=True, metavar="FILE", help=text)
     text = "write a model for another program"
-    option = command("export", run_export, text).add_argument
+    option = command("export", run_export, text, False).add_argument
     text = "the program (CTranslate2 is the only one so far)"
     option("--format", required=True, choices=("ctranslate2",), help=text)
     option("--model", required=True, metavar="DIR", help="the model's folder")
@@ -16623,8 +16657,9 @@ def parser():
     kinds = dict(choices=QUANTIZATIONS, default="none", help=text)
     option("--quantization", **kinds)
     text = "examine the paper's claims"
-    option = command("claims", run_claims, text).add_argument
-    option("names", nargs="*", help="of claims: these only")
+    option = command("claims", run_claims, text, False).add_argument
+    text = "of claims: these only; a wrong one lists all"
+    option("names", nargs="*", help=text)
     text = "the long forms, half an hour"
     option("--full", action="store_true", help=text)
     option("--out", metavar="FILE", help="keep what was found, as JSON")
@@ -16691,10 +16726,9 @@ def main(argv):
 # ### Notation
 #
 # The paper's symbols and ours, and where in the code they live: `f(x)` is the
-# variable x of the function f. Matrices are as in the paper, where a row is
-# multiplied from the left; `nn.Linear` keeps them transposed. A number has
-# the shape (). K, V, W, F, b and ε have two meanings each, which the place
-# tells apart.
+# variable x of the function f. Matrices are as in the paper, where a row x
+# becomes x W; `nn.Linear` keeps them transposed. A number has the shape ().
+# K, V, W, F, b and ε have two meanings each, which the place tells apart.
 #
 # | symbol | meaning | shape | in the code | where |
 # |---|---|---|---|---|

@@ -82,6 +82,18 @@ def test_a_property_stays_one():
     assert batch.read.tolist() == [[book.BOS, 4]]
 
 
+def test_a_static_method_and_a_class_method_stay_such():
+    def forgetful(heads, query, K, V, mask=None, right=book.Cache.look):
+        return right(heads, query, K, 0 * V, mask)
+
+    def deaf(cls, model, src, width=1):
+        memory, mask = model.encode(src)
+        return cls(model, 0 * memory, mask, width)
+
+    for place, wrong in (("Cache.look", forgetful), ("Cache.begin", deaf)):
+        assert book.Bug(place, wrong, "writer_changes_nothing").caught()
+
+
 def test_without_a_bug_the_small_model_learns_to_copy(one_thread):
     loss, perplexity, right = book.symptoms_of_none()
     assert loss < 0.65 and perplexity < 1.25 and right >= 270

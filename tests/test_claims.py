@@ -63,12 +63,30 @@ def test_the_ledger_has_a_line_for_each_claim_in_the_paper_s_order():
 
 def test_the_command_keeps_what_it_finds_and_what_was_there(tmp_path, capsys):
     path = tmp_path / "claims.json"
-    other = {QUICK[-1]: {"kept": 1}}
+    other = {QUICK[-1]: {"verdict": "kept"}}
     path.write_text(json.dumps(other), encoding="utf-8")
     assert book.main(["claims", QUICK[0], "--out", str(path)]) == 0
     found = json.loads(path.read_text(encoding="utf-8"))
     assert found[QUICK[0]]["verdict"] in capsys.readouterr().out
     assert found == {**found, **other}
+
+
+@pytest.mark.parametrize("text", ["no JSON", "[1]", '{"name": "x"}', "3"])
+def test_a_file_of_something_else_is_left_alone(text, tmp_path, capsys):
+    path = tmp_path / "other.json"
+    path.write_text(text, encoding="utf-8")
+    assert book.main(["claims", QUICK[0], "--out", str(path)]) == 2
+    assert "other.json" in capsys.readouterr().err
+    assert path.read_text(encoding="utf-8") == text
+
+
+def test_a_missing_folder_is_named_before_anything_is_examined(
+    tmp_path, capsys
+):
+    path = tmp_path / "missing" / "claims.json"
+    assert book.main(["claims", QUICK[0], "--out", str(path)]) == 2
+    shown = capsys.readouterr()
+    assert "no such folder" in shown.err and not shown.out
 
 
 def test_a_claim_that_is_not_there_is_named(capsys):

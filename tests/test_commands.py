@@ -97,9 +97,9 @@ OPTIONS = {
     "--nbest sentence",
     "evaluate": "--device --model --beam --alpha --reverse --int8 --half "
     "--json --corpus --split",
-    "curves": "--device --model --out",
-    "export": "--device --format --model --out --quantization",
-    "claims": "--device --full --out --commit names",
+    "curves": "--model --out",
+    "export": "--format --model --out --quantization",
+    "claims": "--full --out --commit names",
 }
 
 

@@ -97,3 +97,30 @@ def test_a_right_answer_is_right():
     assert book.difference((1, 2.0), (1, 2.0)) == ""
     assert "part 1" in book.difference((1, 2.5), (1, 2.0))
     assert book.difference(True, 1) and book.difference([1], [1, 2])
+
+
+@pytest.mark.parametrize("answer", [3, 3.0, torch.tensor(3)])
+@pytest.mark.parametrize("truth", [3, 3.0])
+def test_a_number_may_be_a_tensor_and_an_integer_a_float(answer, truth):
+    assert book.difference(answer, truth) == ""
+    assert book.difference(answer + 0.01, truth)
+    assert book.difference([answer], truth)
+
+
+def test_an_integer_is_exact_and_no_truth_value():
+    assert book.difference(7013.0001, 7013)
+    assert book.difference(torch.tensor(True), 1)
+    assert book.difference(torch.tensor([3]), 3)
+
+
+def test_the_slow_function_of_an_exercise_can_be_called():
+    scores = torch.randn(2, 5)
+    slow = book.EXERCISES["softmax_in_loops"](scores)
+    torch.testing.assert_close(slow, scores.softmax(-1))
+
+
+def test_what_is_no_tensor_or_is_changed_is_said_by_the_judges_too():
+    said = BY_BLANK["read_and_labels"].verdict(lambda rows: (rows, rows))
+    assert "should be a tensor" in said
+    said = BY_BLANK["turn_by_place"].verdict(lambda x, places: x.neg_())
+    assert said == "your code changes its input"

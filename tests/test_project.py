@@ -223,6 +223,32 @@ def test_a_failing_cell_is_told_by_its_line_in_the_source(
     assert not (tmp_path / "book.ipynb").exists()
 
 
+def defined(body):
+    """The names that functions, classes and imports of a body define."""
+    for node in body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            for alias in node.names:
+                yield (alias.asname or alias.name).partition(".")[0]
+        elif isinstance(node, ast.Assign):
+            for target in node.targets:
+                for part in ast.walk(target):
+                    if isinstance(part, ast.Name):
+                        yield part.id
+
+
+def test_no_name_of_the_book_is_defined_twice():
+    """In one file that long, a second function would replace the first."""
+    body = ast.parse(read("annotated_transformer.py")).body
+    names = list(defined(body))
+    for node in body:
+        if isinstance(node, ast.ClassDef):
+            methods = (part for part in node.body if hasattr(part, "name"))
+            names += [f"{node.name}.{method.name}" for method in methods]
+    assert [name for name in names if names.count(name) > 1] == []
+
+
 def test_requirements_name_what_the_book_uses():
     used = "torch jupytext jupyter altair pandas torchtext spacy gputil"
     listed = requirements("requirements.txt")
