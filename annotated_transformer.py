@@ -15923,7 +15923,8 @@ def run_claims(args):
     record = found_before(path) if path else {}
     for name in args.names or sorted(CLAIMS, key=by_section):
         facts = entry(name, args.full)
-        facts["command"] = " ".join(["claims", *sys.argv[2:]])
+        long = " --full" if args.full else ""
+        facts["command"] = f"annotated_transformer.py claims {name}{long}"
         facts |= {"commit": args.commit, "torch": torch.__version__}
         print(f"{facts['section']:<6} {name}: {facts['verdict']}", flush=True)
         print(f"       {facts['found']}", flush=True)
