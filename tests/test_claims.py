@@ -89,6 +89,17 @@ def test_a_missing_folder_is_named_before_anything_is_examined(
     assert "no such folder" in shown.err and not shown.out
 
 
+def test_a_run_that_was_stopped_goes_on_with_what_is_missing(tmp_path, capsys):
+    path = tmp_path / "claims.json"
+    kept = {QUICK[0]: {"verdict": "kept"}}
+    path.write_text(json.dumps(kept), encoding="utf-8")
+    arguments = ["claims", *QUICK[:2], "--resume", "--out", str(path)]
+    assert book.main(arguments) == 0
+    found = json.loads(path.read_text(encoding="utf-8"))
+    assert found == kept | {QUICK[1]: found[QUICK[1]]}
+    assert found[QUICK[1]]["verdict"] in book.VERDICTS
+
+
 def test_a_claim_that_is_not_there_is_named(capsys):
     assert book.main(["claims", "that_the_moon_is_cheese"]) == 2
     assert "that_the_moon_is_cheese" in capsys.readouterr().err

@@ -99,7 +99,7 @@ OPTIONS = {
     "--json --corpus --split",
     "curves": "--model --out",
     "export": "--format --model --out --quantization",
-    "claims": "--full --out --commit names",
+    "claims": "--full --out --resume --commit names",
 }
 
 
