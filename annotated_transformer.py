@@ -7959,7 +7959,7 @@ class LearnedPositions(nn.Module):
 
 
 @functools.cache
-def copier(positions, seed=0, updates=250):
+def copier(positions, seed=0, updates=400):
     """A copy model that is trained for so many updates, for one test."""
     train, _, _ = copy_sets(seed)
     torch.manual_seed(seed)
@@ -7983,7 +7983,7 @@ def copier(positions, seed=0, updates=250):
     unless={"other": "no", "updates": 120},
     full={"seeds": 5, "updates": 600},
 )
-def learned_positions_do_as_well(other="learned", seeds=1, updates=250):
+def learned_positions_do_as_well(other="learned", seeds=1, updates=400):
     right = {
         kind: sum(
             exact_matches(copier(kind, seed, updates), copy_sets(seed)[2]) / 10
@@ -8025,7 +8025,7 @@ def longer_sets(lengths, number=200, seed=0):
     unless={"lengths": (8, 9, 10)},
     full={"seeds": 5, "updates": 600},
 )
-def sinusoids_extrapolate(lengths=(10, 11, 12), seeds=1, updates=250):
+def sinusoids_extrapolate(lengths=(10, 11, 12), seeds=1, updates=400):
     right = {
         kind: [
             sum(
