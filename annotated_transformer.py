@@ -3529,6 +3529,35 @@ def shift_found_by_least_squares(offsets=(1, 7, 50), d_model=64, cosines=True):
 
 
 # %% [markdown]
+# What the paper hoped to win by it: that heads easily learn to look k places
+# back, wherever they stand. Whether it is easily *learned* is not tried here,
+# but one matrix is enough: it makes the query, and the keys are the encodings
+# as they are. (Random vectors of one length, in their place, have none.)
+
+
+# %% tags=["claim"]
+@claim(
+    "3.5",
+    "Sinusoids would let a head attend by relative positions",
+    unless={"random": True},
+)
+def one_matrix_looks_back(offsets=(1, 7, 50), places=400, random=False):
+    table, right = positional_encoding(places, 64).double(), []
+    if random:
+        table = F.normalize(torch.randn_like(table), dim=-1)
+    for k in offsets:
+        here, back = table[k:], table[:-k]
+        query = torch.linalg.lstsq(here, back, driver="gelsd").solution
+        looks = (here @ query @ table.T).argmax(-1)
+        found = (looks == torch.arange(places - k)).double().mean()
+        right.append(found.item())
+    return min(right) > 0.99, (
+        f"with one matrix each, {', '.join(f'{r:.0%}' for r in right)} of "
+        f"{places} places look exactly k = {offsets} places back"
+    )
+
+
+# %% [markdown]
 # The wavelengths, read off the table: the hand's angle at position 1 is 2π
 # divided by the wavelength. From each to the next they grow by one factor.
 # (Not so if the frequencies were spaced evenly.)
