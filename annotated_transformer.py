@@ -11652,7 +11652,7 @@ def gallery_of_bugs():
 # **What to notice.** The loss gives away few of them, and some of those only
 # to one who knows what it should be. In the second group the training looks
 # perfect, and the model is useless or damaged: only what it writes freely
-# tells. In the last group no number tells. Such a bug costs quality that
+# tells. In the last group neither does. Such a bug costs quality that
 # nobody misses, or it waits for longer sentences, wider heads, more padding,
 # or weights from elsewhere. (Whether 290 of 300 are harm or chance, one run
 # can't say.) The checks catch them all without any training: most are those
