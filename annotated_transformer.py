@@ -630,8 +630,8 @@ def heat_maps(panels, x, y, title, description, **options):
 # %% [markdown]
 # ## 1, 2, 4 Why: what came before
 #
-# Before 2017 a translation model read its sentence one word at a time. A
-# recurrent network folds each word into a state and hands the state on.
+# Before 2017 most translation models read their sentence one word at a time.
+# A recurrent network folds each word into a state and hands the state on.
 # Two things follow from that, and the paper sets out to cure both
 # (Sections 1, 2 and 4):
 #
@@ -674,7 +674,8 @@ def cost_of_a_layer(d=512, k=3):
 # 1,000 turns. (The table counts the products of queries, keys and values
 # only. The four matrices around them, which Section 3.2.2 brings, cost n·d²
 # each. Counted too, they make 14.8 million for 14 words, more than the other
-# two. What attention saves on short sentences is waiting, not work.)
+# two. Against recurrence in its simplest form, what attention saves on short
+# sentences is waiting, not work.)
 
 # %% [markdown]
 # ### Exercises
@@ -3206,9 +3207,10 @@ def loudness(x, W_1, b_1, W_2): ...
 # languages. With two vocabularies (`shared=False`), the target's embedding
 # and the output still share one. *Saved models* checks that they stay one.
 #
-# In the embedding, the row is multiplied by √D. The reason is scale. As
-# an output matrix, the rows want a length near 1, so that logits start
-# near variance 1. So we draw components with variance 1/D. As an input,
+# In the embedding, the row is multiplied by √D. The paper gives no reason;
+# the likely one is scale. As an output matrix, the rows want a length near
+# 1, so that logits start near variance 1. So we draw components with
+# variance 1/D (as its published code did). As an input,
 # such a row would have components of about 0.04 (for D = 512) and drown
 # beside the positional encoding, whose components lie between −1 and 1.
 # Times √D they have variance 1. Dividing by √D instead would leave them
@@ -3562,6 +3564,35 @@ def shift_found_by_least_squares(offsets=(1, 7, 50), d_model=64, cosines=True):
 
 
 # %% [markdown]
+# What the paper hoped to win by it: that heads easily learn to look k places
+# back, wherever they stand. Whether it is easily *learned* is not tried here,
+# but one matrix is enough: it makes the query, and the keys are the encodings
+# as they are. (Random vectors of one length, in their place, have none.)
+
+
+# %% tags=["claim"]
+@claim(
+    "3.5",
+    "Sinusoids would let a head attend by relative positions",
+    unless={"random": True},
+)
+def one_matrix_looks_back(offsets=(1, 7, 50), places=400, random=False):
+    table, right = positional_encoding(places, 64).double(), []
+    if random:
+        table = F.normalize(torch.randn_like(table), dim=-1)
+    for k in offsets:
+        here, back = table[k:], table[:-k]
+        query = torch.linalg.lstsq(here, back, driver="gelsd").solution
+        looks = (here @ query @ table.T).argmax(-1)
+        found = (looks == torch.arange(places - k)).double().mean()
+        right.append(found.item())
+    return min(right) > 0.99, (
+        f"with one matrix each, {', '.join(f'{r:.0%}' for r in right)} of "
+        f"{places} places look exactly k = {offsets} places back"
+    )
+
+
+# %% [markdown]
 # The wavelengths, read off the table: the hand's angle at position 1 is 2π
 # divided by the wavelength. From each to the next they grow by one factor.
 # (Not so if the frequencies were spaced evenly.)
@@ -3601,14 +3632,14 @@ def wavelengths_are_geometric(d_model=512, even=False):
 
 # %% [markdown]
 # And where does the progression end? At 10,000·2π, says the paper. But 2i
-# goes up to D − 2 only. (Divided by D − 2 in place of D, the exponent would
-# end at 1, and the claim hold.)
+# goes up to D − 2 only: it ends one clock before that. (Divided by D − 2 in
+# place of D, the exponent would end at 1, and the claim hold.)
 
 
 # %% tags=["claim"]
 @claim(
     "3.5",
-    "The longest wavelength is 10,000·2π",
+    "The wavelengths go up to 10,000·2π",
     unless={"divisor": 510},
 )
 def longest_wavelength(d_model=512, divisor=None):
@@ -3618,7 +3649,7 @@ def longest_wavelength(d_model=512, divisor=None):
         table = clocks(10_000 ** (-pairs / divisor))
     longest = wavelengths(table)[-1].item() / (2 * math.pi)
     return math.isclose(longest, 10_000, rel_tol=1e-3), (
-        f"for D = {d_model} it is {longest:,.0f}·2π, that is "
+        f"for D = {d_model} the longest is {longest:,.0f}·2π, "
         f"{1 - longest / 10_000:.1%} less"
     )
 
@@ -4265,10 +4296,10 @@ def gradient_by_layer(norm_first, N=12):
 def gradients_of_both_orders():
     layers = list(range(1, 13))
     post, pre = gradient_by_layer(False), gradient_by_layer(True)
-    for name, norms in (("post", post), ("pre", pre)):
-        first, last, times = norms[0], norms[-1], max(norms) / min(norms)
-        print(f"{name}-norm: layer 1 {first:.3f}, layer 12 {last:.3f}, "
-              f"largest over smallest {times:.2f}")  # fmt: skip
+    for name, sizes in (("post-norm", post), ("pre-norm", pre)):
+        first, last, times = sizes[0], sizes[-1], max(sizes) / min(sizes)
+        print(f"{name:9}  layer 1 {first:.2f}, layer 12 {last:.2f}; "
+              f"the largest is {times:.1f} times the smallest")  # fmt: skip
     return line_chart(
         {"post-norm": (layers, post), "pre-norm": (layers, pre)},
         "decoder layer (12 is next to the output)",
@@ -4280,10 +4311,13 @@ def gradients_of_both_orders():
 
 
 # %% [markdown]
-# **What to notice.** With post-norm the last layer's gradient is 35 times
-# the first's (1.101 against 0.031); with pre-norm the largest is less than
-# twice the smallest. A large first step would ruin the last layers of a
-# post-norm stack, so its learning rate must start small.
+# **What to notice.** With post-norm the last layer's gradient is many times
+# the first's (how many, depends much on the seed); with pre-norm the largest
+# is about twice the smallest. So, say Xiong et al., a large first step would
+# ruin the last layers of a post-norm stack, and its rate must start small.
+# With Adam that can't be all, for it divides by the gradient's size. Liu et
+# al. (2020) blame that post-norm leans more on what its sub-layers add: a
+# small change of their weights changes the output much.
 
 # %% [markdown]
 # ### Exercises
@@ -5267,10 +5301,10 @@ def learning_rate_curves():
 # all with w = 200, the full rate and dropout 0.3 (BLEU 0, commit 80dc9fe;
 # both 800 updates, seed 0). Section 6.2 leaves the warm-up out.
 #
-# **Asked often:** why warm up, and how to set it for small batches? At the
-# start a post-norm model's last layers get by far the largest gradients
-# (*Post-norm against pre-norm, measured*), and Adam's running mean of squares
-# has seen too few of them to divide by. So the first steps must be small. A
+# **Asked often:** why warm up, and how to set it for small batches? The paper
+# does not say why. Post-norm is easily upset at the start (*Post-norm against
+# pre-norm, measured*), and Adam's running mean of squares has seen too few
+# gradients to divide by. So the first steps had better be small. A
 # smaller batch has a noisier gradient, and bears a lower peak. The peak is
 # factor / √(D · w): to halve it, make w four times as large or the factor
 # half. Count w in updates, not epochs, and watch the loss: one that falls
@@ -8196,7 +8230,7 @@ class LearnedPositions(nn.Module):
 
 
 @functools.cache
-def copier(positions, seed=0, updates=250):
+def copier(positions, seed=0, updates=400):
     """A copy model that is trained for so many updates, for one test."""
     train, _, _ = copy_sets(seed)
     torch.manual_seed(seed)
@@ -8220,7 +8254,7 @@ def copier(positions, seed=0, updates=250):
     unless={"other": "no", "updates": 120},
     full={"seeds": 5, "updates": 600},
 )
-def learned_positions_do_as_well(other="learned", seeds=1, updates=250):
+def learned_positions_do_as_well(other="learned", seeds=1, updates=400):
     right = {
         kind: sum(
             exact_matches(copier(kind, seed, updates), copy_sets(seed)[2]) / 10
@@ -8256,13 +8290,13 @@ def longer_sets(lengths, number=200, seed=0):
 
 @claim(
     "3.5",
-    "Sinusoidal positions let the model work on sequences that are longer "
-    "than those of training",
+    "Sinusoidal positions may let the model work on sequences that are "
+    "longer than those of training",
     toy=True,
     unless={"lengths": (8, 9, 10)},
     full={"seeds": 5, "updates": 600},
 )
-def sinusoids_extrapolate(lengths=(10, 11, 12), seeds=1, updates=250):
+def sinusoids_extrapolate(lengths=(10, 11, 12), seeds=1, updates=400):
     right = {
         kind: [
             sum(
@@ -9381,8 +9415,8 @@ def untrained_translator(pairs, languages, sizes, both=False, **how):
 # * The four shares are multiplied (their fourth root is taken), so that the
 #   right words in the wrong order are not enough.
 # * Where the output is shorter than the reference, a *brevity penalty*
-#   exp(1 − r/c) is due, with r and c the lengths of reference and output in
-#   words. Otherwise it would pay to write only what is certain.
+#   exp(1 − r/c) is due, with r and c the words of all references and of all
+#   outputs. Otherwise it would pay to write only what is certain.
 
 
 # %%
@@ -16738,7 +16772,7 @@ def main(argv):
 # The paper's symbols and ours, and where in the code they live: `f(x)` is the
 # variable x of the function f. Matrices are as in the paper, where a row x
 # becomes x W; `nn.Linear` keeps them transposed. A number has the shape ().
-# K, V, W, F, b and ε have two meanings each, which the place tells apart.
+# K, V, W, F, b and ε have more than one meaning, which the place tells apart.
 #
 # | symbol | meaning | shape | in the code | where |
 # |---|---|---|---|---|
@@ -16751,6 +16785,7 @@ def main(argv):
 # | P_drop | rate of dropout | () | `Config.dropout` | Section 5.4 |
 # | x | encoder's input | (B, S, D) | `Transformer.encode(x)` | Section 3.1 |
 # | y | decoder's input | (B, T, D) | `Transformer.decode(y)` | Section 3.1 |
+# | z | the memory | (B, S, D) | `Transformer.decode(memory)` | Section 3 |
 # | μ, σ² | mean, variance | (B, T, 1) | `layer_norm(mean)` | Section 3.1 |
 # | g, b | gain and bias of a norm | (D,) | `layer_norm(gain)` | Section 3.1 |
 # | ε | of a norm: 10⁻⁵ | () | `layer_norm(eps)` | Section 3.1 |
@@ -16767,7 +16802,8 @@ def main(argv):
 # | mask | the target's | (B, 1, T, T) | `target_mask` | Section 3.2.3 |
 # | W_1 | into the hidden layer | (D, F) | `FeedForward.W_1` | Section 3.3 |
 # | W_2 | out of it | (F, D) | `FeedForward.W_2` | Section 3.3 |
-# | b_1, b_2 | their biases | (F,) | `FeedForward.W_1.bias` | Section 3.3 |
+# | b_1 | bias of W_1 | (F,) | `FeedForward.W_1.bias` | Section 3.3 |
+# | b_2 | bias of W_2 | (D,) | `FeedForward.W_2.bias` | Section 3.3 |
 # | E | the embedding | (V, D) | `Embedding.weight` | Section 3.4 |
 # | PE | position's code | (T, D) | `positional_encoding` | Section 3.5 |
 # | pos | from 0 on | (T, 1) | `positional_encoding(position)` | Section 3.5 |
@@ -16877,7 +16913,7 @@ def main(argv):
 #
 # | what | the paper | here |
 # |---|---|---|
-# | vocabulary | 37,000 shared word pieces | 5,000 for 29,000 pairs |
+# | vocabulary | 37,000 shared pieces of words | 5,000 for 29,000 pairs |
 # | source's end | not said | `</s>` ends the source too |
 # | first weights | not said | Glorot's; embeddings with variance 1/D |
 # | smoothing | not said over what | spread over all V words |
