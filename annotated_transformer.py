@@ -1125,7 +1125,9 @@ def cheaper_where_n_is_below_d(widths=(16, 32, 64), projections=0):
 # Two claims about convolutions. Their cost over a recurrent layer's grows
 # with k, unless they are *separable*. But a separable one that spans the
 # sentence, k = n, is of the same order as attention and a feed-forward
-# network together. (Of the same order: a constant remains, and favours it.)
+# network together. (Of the same order: a constant remains, and favours it.
+# And at k = 3 a convolution costs less than an LSTM, which is four of the
+# simplest recurrent layers in one.)
 
 
 # %% tags=["claim"]
@@ -2102,14 +2104,15 @@ def lookup_losses(d_k, seeds, updates, new_words=False):
     "For small d_k additive and undivided dot-product attention do about "
     "equally well",
     toy=True,
-    unless={"d_k": 4},
+    unless={"widths": (4,)},
     full={"seeds": 5, "updates": 400},
 )
-def alike_for_small_d_k(d_k=64, seeds=1, updates=150):
-    dot, additive = lookup_losses(d_k, seeds, updates)
-    return abs(dot - additive) < 0.1, (
-        f"d_k = {d_k}: loss {dot:.2f} with undivided dot products, "
-        f"{additive:.2f} with additive scores, 2.08 for blind guesses "
+def alike_for_small_d_k(widths=(16, 64), seeds=1, updates=150):
+    found = [lookup_losses(d_k, seeds, updates) for d_k in widths]
+    pairs = ", ".join(f"{dot:.2f} and {other:.2f}" for dot, other in found)
+    return all(abs(dot - other) < 0.1 for dot, other in found), (
+        f"d_k = {widths}: loss with undivided dot products and with additive "
+        f"scores {pairs}, 2.08 for blind guesses "
         f"({updates} updates, {seeds} seed{'s' * (seeds > 1)})"
     )
 
@@ -10125,9 +10128,8 @@ def beam_scores_are_the_models_own():
 
 
 # %% [markdown]
-# What the paper's settings do, tried on forty sources and that shaken model:
-# a beam of four should find likelier sentences than greedy decoding, and α =
-# 0.6 longer ones than α = 0.
+# What the paper's settings do, tried on forty sources and that shaken model: a
+# beam of four should find likelier sentences than greedy decoding.
 
 
 # %% tags=["claim"]
@@ -10139,7 +10141,7 @@ def forty_sources():
 
 @claim(
     "6.1",
-    "a beam of four finds likelier sentences than greedy decoding",
+    "a beam of four is used: it finds likelier sentences than greedy decoding",
     toy=True,
     unless={"width": 1},
 )
@@ -10155,27 +10157,6 @@ def four_beginnings_beat_one(width=4):
     return better > worse, (
         f"of {len(gains)} sentences {better} get likelier and {worse} less "
         f"likely; on average log P rises by {mean:.2f}"
-    )
-
-
-@claim(
-    "6.1",
-    "the length penalty with α = 0.6 makes for longer sentences",
-    toy=True,
-    unless={"alpha": 0.0},
-)
-def penalty_makes_longer(alpha=0.6):
-    model, src = restless_model(), forty_sources()
-    plain, ours = (
-        [len(h[0].tokens) for h in beam_search(model, src, 4, a, extra=5)]
-        for a in (0.0, alpha)
-    )
-    means = [sum(lengths) / len(lengths) for lengths in (plain, ours)]
-    return means[1] > means[0], (
-        f"{means[0]:.2f} words on average with α = 0, {means[1]:.2f} with "
-        f"α = {alpha}; of {len(plain)} sentences "
-        f"{sum(b > a for a, b in zip(plain, ours))} get longer, "
-        f"{sum(b < a for a, b in zip(plain, ours))} shorter"
     )
 
 
@@ -10929,13 +10910,20 @@ def interval(numbers):
     return mean, STUDENT[n - 2] * math.sqrt(variance / n)
 
 
-def compared(change, base, seeds, updates, measure="loss"):
+def compared(change, base, seeds, updates, measure="loss", first=0):
     """The interval of (changed - base), trial by trial with equal seeds."""
     return interval([
         getattr(trial(seed, updates, **change), measure)
         - getattr(trial(seed, updates, **base), measure)
-        for seed in range(seeds)
+        for seed in range(first, first + seeds)
     ])  # fmt: skip
+
+
+def told(mean, half, seeds, updates, first=0):
+    """An interval in words, and whether it decides anything."""
+    which = f"seeds {first} to {first + seeds - 1}, {updates} updates"
+    undecided = ": undecided" if abs(mean) <= half else ""
+    return f"{mean:+.3f} ± {half:.3f} ({which}){undecided}"
 
 
 @check
@@ -10961,9 +10949,8 @@ SHORT, LONG = dict(seeds=3, updates=120), dict(seeds=8, updates=300)
 def is_worse(change, seeds, updates, base=None):
     """Whether a change makes the loss higher for sure, and by how much."""
     mean, half = compared(change, base or {}, seeds, updates)
-    size = f"{seeds} seeds, {updates} updates"
-    words = f"the loss changes by {mean:+.3f} ± {half:.3f} ({size})"
-    return mean > half, words
+    words = told(mean, half, seeds, updates)
+    return mean > half, f"the loss changes by {words}"
 
 
 @claim(
@@ -11095,26 +11082,25 @@ def dropout_helps(seeds=3, updates=120, pairs=100):
 
 # %% [markdown]
 # Label smoothing should make the perplexity worse, and so the loss; and the
-# accuracy better. (Try a common slip, to report the *smoothed* loss, and far
-# too much smoothing.) Its gain in accuracy is small beside the spread of the
-# seeds. Eight of them decided nothing, neither with 300 updates nor with 600.
-# Therefore the long form takes sixteen, and its verdict is to be read with
-# that in mind: who looks twice finds more.
+# accuracy better. (A common slip is to report the *smoothed* loss.) The gain
+# in accuracy is small beside the spread of the seeds. Eight decided nothing;
+# sixteen did (0 to 15, 600 updates). But who looks until something is found
+# finds something. So the long form takes sixteen others, 100 to 115, that
+# nobody had looked at, and they decide.
 
 
 # %% tags=["claim"]
-LONGER = dict(seeds=16, updates=600)
+FRESH = dict(seeds=16, updates=600, first=100)
 
 
-def smoothing_changes(measure, seeds, updates, smoothing=0.1):
+def smoothing_changes(measure, **how):
     base = dict(N=1, dropout=0.0)
     mean, half = compared(
-        base | {"smoothing": smoothing}, base | {"smoothing": 0.0},
-        seeds, updates, measure,
+        base | {"smoothing": 0.1}, base | {"smoothing": 0.0},
+        measure=measure, **how,
     )  # fmt: skip
-    size = f"{seeds} seeds, {updates} updates"
-    words = f"smoothing changes the {measure} by {mean:+.3f} ± {half:.3f}"
-    return mean > half, f"{words} ({size})"
+    words = f"smoothing changes the {measure} by {told(mean, half, **how)}"
+    return mean > half, words
 
 
 @claim(
@@ -11122,21 +11108,23 @@ def smoothing_changes(measure, seeds, updates, smoothing=0.1):
     "label smoothing hurts perplexity",
     toy=True,
     unless={"measure": "smoothed"},
-    full=LONGER,
+    full=FRESH,
 )
-def smoothing_hurts_perplexity(seeds=3, updates=300, measure="loss"):
-    return smoothing_changes(measure, seeds, updates)
+def smoothing_hurts_perplexity(seeds=3, updates=300, first=0, measure="loss"):
+    how = dict(seeds=seeds, updates=updates, first=first)
+    return smoothing_changes(measure, **how)
 
 
 @claim(
     "5.4",
-    "label smoothing improves accuracy",
+    "label smoothing improves accuracy (and BLEU, which is not tried)",
     toy=True,
-    unless={"smoothing": 0.6},
-    full=LONGER,
+    unless=dict(seeds=16, updates=600),
+    full=FRESH,
 )
-def smoothing_improves_accuracy(seeds=3, updates=300, smoothing=0.1):
-    return smoothing_changes("accuracy", seeds, updates, smoothing)
+def smoothing_improves_accuracy(seeds=3, updates=300, first=0):
+    how = dict(seeds=seeds, updates=updates, first=first)
+    return smoothing_changes("accuracy", **how)
 
 
 # %% [markdown]
@@ -11148,19 +11136,21 @@ def smoothing_improves_accuracy(seeds=3, updates=300, smoothing=0.1):
 # %% tags=["claim"]
 @claim(
     "6.1",
-    "the mean of the last five checkpoints is better than the last alone",
+    "the last five checkpoints are averaged: their mean is better than the "
+    "last alone",
     toy=True,
     unless={"spacing": 60},
-    full=LONGER,
+    full=FRESH,
 )
-def averaging_helps(seeds=3, updates=300, **change):
+def averaging_helps(seeds=3, updates=300, first=0, **change):
     base = dict(N=1, dropout=0.0, smoothing=0.0)
-    trials = [trial(seed, updates, **base, **change) for seed in range(seeds)]
+    trials = [
+        trial(seed, updates, **base, **change)
+        for seed in range(first, first + seeds)
+    ]
     mean, half = interval([t.averaged - t.loss for t in trials])
-    return mean < -half, (
-        f"averaging changes the loss by {mean:+.3f} ± {half:.3f} ({seeds} "
-        f"seeds, {updates} updates)"
-    )
+    words = told(mean, half, seeds, updates, first)
+    return mean < -half, f"averaging changes the loss by {words}"
 
 
 # %% [markdown]
@@ -11183,7 +11173,7 @@ def sudden_gaps(norm_first, seeds, updates, N):
 
 @claim(
     "5.3",
-    "training begins with a warm-up: post-norm needs it",
+    "training begins with a warm-up: post-norm needs it (Xiong et al.)",
     toy=True,
     unless={"norm_first": True},
     full=LONG,
@@ -11191,14 +11181,14 @@ def sudden_gaps(norm_first, seeds, updates, N):
 def post_norm_needs_a_warm_up(seeds=3, updates=90, norm_first=False):
     mean, half = interval(sudden_gaps(norm_first, seeds, updates, N=2))
     return mean > half, (
-        f"without a warm-up the loss changes by {mean:+.3f} ± {half:.3f} "
-        f"({seeds} seeds, {updates} updates)"
+        "without a warm-up the loss changes by "
+        + told(mean, half, seeds, updates)
     )
 
 
 @claim(
     "5.3",
-    "training begins with a warm-up: pre-norm needs it less than post-norm",
+    "training begins with a warm-up: pre-norm needs it less (Xiong et al.)",
     toy=True,
     unless={"N": 1},
     full=LONG,
@@ -11207,8 +11197,8 @@ def pre_norm_needs_it_less(seeds=3, updates=90, N=2):
     gaps = [sudden_gaps(order, seeds, updates, N) for order in (False, True)]
     mean, half = interval([post - pre for post, pre in zip(*gaps)])
     return mean > half, (
-        f"leaving out the warm-up costs post-norm {mean:+.3f} ± {half:.3f} "
-        f"more than pre-norm ({seeds} seeds, {updates} updates)"
+        "beside pre-norm, leaving out the warm-up costs post-norm "
+        + told(mean, half, seeds, updates)
     )
 
 
@@ -11224,7 +11214,9 @@ def pre_norm_needs_it_less(seeds=3, updates=90, N=2):
 # `(S (NP the dog )NP (VP sleeps )VP )S`
 #
 # *Differs from the paper*, which learned from 40,000 sentences of the Wall
-# Street Journal with trees made by linguists. They may not be copied freely.
+# Street Journal with trees made by linguists (and had four layers of width
+# 1,024, a beam of 21 with α = 0.3, and outputs up to 300 longer than the
+# input). They may not be copied freely.
 # So a small grammar writes ours. A rule says what a symbol may consist of,
 # with a weight for how often. {n} and {m} stand for s or p, singular or
 # plural. What follows a slash is not shown in the tree, and of a symbol with
@@ -12337,8 +12329,12 @@ def untrained_toy(seed=1):
 
 @functools.cache
 def roles_of(trained, part, sentences):
-    """`role_scores` of the toy translator on a part of its corpus."""
-    translator = toy_translator()[0] if trained else untrained_toy()
+    """`role_scores` of the toy translator on a part of its corpus.
+
+    `trained`: True, or the seed of an untrained one (False: 1).
+    """
+    right = trained is True
+    translator = toy_translator()[0] if right else untrained_toy(trained or 1)
     return role_scores(translator, toy_corpus()[part][:sentences])
 
 
@@ -12387,7 +12383,7 @@ def has_role(role, trained, sentences):
 
 @claim(
     "4", "single heads learn different tasks", toy=True,
-    unless={"trained": False}, full={"sentences": 500},
+    unless={"trained": 2}, full={"sentences": 500},
 )  # fmt: skip
 def heads_learn_different_tasks(sentences=300, trained=True):
     heads = {}
@@ -12440,27 +12436,29 @@ def heads_bridge_distance(sentences=300, role="verb: its rest", apart=3):
 
 # %% [markdown]
 # Figure 5: what many heads do has to do with how the sentence is built. We
-# count the encoder's heads that look right, in one of the five roles of
-# grammar, twice as often as the best untrained head. Many is half of them.
+# count the encoder's heads that look right in one of the five roles of
+# grammar, at least half of the time and twice as often as any head of four
+# untrained models. Many is half of them. (The paper shows two: `many=2`.)
 
 
 # %% tags=["claim"]
 @claim(
     "4", "Figure 5: what many heads do is related to the sentence's structure",
-    toy=True, unless={"trained": False}, full={"sentences": 500},
+    toy=True, unless={"many": 2}, full={"sentences": 500},
 )  # fmt: skip
-def heads_follow_structure(sentences=300, trained=True):
+def heads_follow_structure(sentences=300, trained=True, many=4):
     scores, _ = roles_of(trained, "test", sentences)
-    chance, _ = roles_of(False, "test", sentences)
+    controls = [roles_of(seed, "test", sentences)[0] for seed in (2, 3, 4, 5)]
     grammar = [r for r in scores if r[0].startswith("enc") and ":" in r[1]]
-    related = torch.stack(
-        [scores[r] >= 2 * chance[r].max() for r in grammar]
-    )  # (roles, N, H)
+    related = torch.stack([
+        scores[r] >= max(0.5, 2 * max(float(c[r].max()) for c in controls))
+        for r in grammar
+    ])  # (roles, N, H)  # fmt: skip
     number, heads = int(related.any(0).sum()), related[0].numel()
-    return number >= heads / 2, (
+    return number >= many, (
         f"{number} of the encoder's {heads} heads look at the right word at "
-        f"least twice as often as any untrained head, in one of "
-        f"{len(grammar)} roles of grammar"
+        f"least half of the time, and twice as often as any untrained head, "
+        f"in one of {len(grammar)} roles of grammar"
     )
 
 
