@@ -88,6 +88,22 @@ def test_outputs_tell_no_time_path_or_counter():
     assert timed == TIMED
 
 
+def test_the_readme_tells_what_the_stored_notebook_shows():
+    """Of the generated corpus, which the notebook alone measures."""
+    words = " ".join(read("README.md").split())
+    [bleu, right, head, place] = re.search(
+        r"corpus\*\*: BLEU ([\d.]+) .*? (\d+) of them exactly right .*?"
+        r"for (\d+) % of the words; .*? right for (\d+) %",
+        words,
+    ).groups()
+    cells = notebook.read_notebook().cells
+    shown = "\n".join(text for cell in cells for text in outputs_of(cell))
+    assert f"BLEU {bleu}\n{right} of 1000 exactly right" in shown
+    [best] = re.findall(r"best head, trained +([\d.]+)%", shown)
+    [same] = re.findall(r"same place in the sentence +([\d.]+)%", shown)
+    assert [head, place] == [f"{float(x):.0f}" for x in (best, same)]
+
+
 def test_a_new_run_gives_outputs_of_the_same_kinds():
     path = ROOT / "build" / "smoke.ipynb"
     if not path.exists():
