@@ -5251,7 +5251,11 @@ def adam(model, fused=None):
     unless={"decay": "linear"},
 )
 def rate_rises_then_falls(decay="root"):
-    rate = partial(Recipe(decay=decay).rate, d_model=512)
+    def rate(n):
+        if decay == "linear" and n > 4000:
+            return learning_rate(4000) * (100_000 - n) / 96_000
+        return learning_rate(n)
+
     rise = [rate(2 * n) / rate(n) for n in (1, 10, 100, 2000)]
     fall = [rate(4 * n) / rate(n) for n in (4000, 10_000, 25_000)]
     errors = [abs(r - 2) for r in rise] + [abs(f - 0.5) for f in fall]
