@@ -261,7 +261,8 @@ class InputError(ValueError):
 # The paper makes claims. Wherever a laptop can try one, a folded cell does,
 # and prints what it found and a *verdict*: **verified**, **verified at toy
 # scale** (true of a small model and a small task, so no more than a hint),
-# **not reproduced**, or **can't be checked here**. Open the cell, change a
+# **not reproduced**, **undecided** (chance would explain it as well, and more
+# runs might tell), or **can't be checked here**. Open the cell, change a
 # setting, run it again: the verdict must be able to change. Each claim that
 # is examined names, under `unless`, settings with which it comes out the other
 # way. `make claims` tries them all, and so do the tests where it takes
@@ -275,11 +276,11 @@ CLAIMS, FINDINGS = {}, {}
 class Claim:
     """A claim of the paper, and the function that examines it.
 
-    `examine(**settings)` returns whether the claim holds and, in words, what
-    was found. A claim whose `examine` is None can't be checked here, and
-    `why` says for what reason. `toy`: only a small model was tried. `unless`:
-    settings with which it must come out otherwise, `full` those of the long
-    form, for `make claims`.
+    `examine(**settings)` returns whether the claim holds (None: undecided)
+    and, in words, what was found. A claim whose `examine` is None can't be
+    checked here, and `why` says for what reason. `toy`: only a small model
+    was tried. `unless`: settings with which it must come out otherwise,
+    `full` those of the long form, for `make claims`.
     """
 
     section: str
@@ -295,6 +296,8 @@ class Claim:
         if self.examine is None:
             return "can't be checked here", self.why
         holds, found = run_seeded(partial(self.examine, **settings))
+        if holds is None:
+            return "undecided", found
         verified = "verified at toy scale" if self.toy else "verified"
         return verified if holds else "not reproduced", found
 
@@ -10924,10 +10927,14 @@ def compared(change, base, seeds, updates, measure="loss", first=0):
 
 
 def told(mean, half, seeds, updates, first=0):
-    """An interval in words, and whether it decides anything."""
+    """An interval in words, with what it comes from."""
     which = f"seeds {first} to {first + seeds - 1}, {updates} updates"
-    undecided = ": undecided" if abs(mean) <= half else ""
-    return f"{mean:+.3f} ± {half:.3f} ({which}){undecided}"
+    return f"{mean:+.3f} ± {half:.3f} ({which})"
+
+
+def decided(mean, half):
+    """Whether a change is above 0; None where the interval holds 0."""
+    return None if abs(mean) <= half else mean > 0
 
 
 @check
@@ -10954,7 +10961,7 @@ def is_worse(change, seeds, updates, base=None):
     """Whether a change makes the loss higher for sure, and by how much."""
     mean, half = compared(change, base or {}, seeds, updates)
     words = told(mean, half, seeds, updates)
-    return mean > half, f"the loss changes by {words}"
+    return decided(mean, half), f"the loss changes by {words}"
 
 
 @claim(
@@ -11104,7 +11111,7 @@ def smoothing_changes(measure, **how):
         measure=measure, **how,
     )  # fmt: skip
     words = f"smoothing changes the {measure} by {told(mean, half, **how)}"
-    return mean > half, words
+    return decided(mean, half), words
 
 
 @claim(
@@ -11154,7 +11161,7 @@ def averaging_helps(seeds=3, updates=300, first=0, **change):
     ]
     mean, half = interval([t.averaged - t.loss for t in trials])
     words = told(mean, half, seeds, updates, first)
-    return mean < -half, f"averaging changes the loss by {words}"
+    return decided(-mean, half), f"averaging changes the loss by {words}"
 
 
 # %% [markdown]
@@ -11184,7 +11191,7 @@ def sudden_gaps(norm_first, seeds, updates, N):
 )
 def post_norm_needs_a_warm_up(seeds=3, updates=90, norm_first=False):
     mean, half = interval(sudden_gaps(norm_first, seeds, updates, N=2))
-    return mean > half, (
+    return decided(mean, half), (
         "without a warm-up the loss changes by "
         + told(mean, half, seeds, updates)
     )
@@ -11200,7 +11207,7 @@ def post_norm_needs_a_warm_up(seeds=3, updates=90, norm_first=False):
 def pre_norm_needs_it_less(seeds=3, updates=90, N=2):
     gaps = [sudden_gaps(order, seeds, updates, N) for order in (False, True)]
     mean, half = interval([post - pre for post, pre in zip(*gaps)])
-    return mean > half, (
+    return decided(mean, half), (
         "beside pre-norm, leaving out the warm-up costs post-norm "
         + told(mean, half, seeds, updates)
     )
@@ -11590,8 +11597,8 @@ def parsing_new_sentences():
     for part in ("test", "longer"):
         names = "Transformer", "counted rules"
         for name, scores in zip(names, scores_of_both(part)):
-            shares = (f"{k} {v:.1%} " for k, v in scores.items())
-            print(f"{part:6}  {name:13}", *shares)
+            shares = "  ".join(f"{k} {v:.1%}" for k, v in scores.items())
+            print(f"{part:6}  {name:13}  {shares}")
 
 
 # %% [markdown]
@@ -13069,7 +13076,7 @@ def bug(place, caught_by, **how):
     return register
 
 
-HEADING = f"{'bug':29}loss  perpl.  /300  caught by"
+HEADING = f"{'bug':29}loss  perpl. right  caught by"
 
 
 @example
@@ -15804,6 +15811,7 @@ VERDICTS = (
     "verified",
     "verified at toy scale",
     "not reproduced",
+    "undecided",
     "can't be checked here",
 )
 
@@ -15913,19 +15921,18 @@ def the_ledger():
 #   Smoothing changes the loss by +0.088 ± 0.011 (seeds 100 to 115, 600
 #   updates).
 # * Section 5.4: label smoothing improves accuracy (and BLEU, which is not
-#   tried). *Not reproduced*: Smoothing changes the accuracy by +0.003 ± 0.003
-#   (seeds 100 to 115, 600 updates): undecided.
+#   tried). *Undecided*: Smoothing changes the accuracy by +0.003 ± 0.003
+#   (seeds 100 to 115, 600 updates).
 # * Section 6.1: the last five checkpoints are averaged: their mean is better
 #   than the last alone. *Verified at toy scale*: Averaging changes the loss
 #   by -0.019 ± 0.006 (seeds 100 to 115, 600 updates).
-# * Section 6.2: rows (A): a single head is worse than several. *Not
-#   reproduced*: The loss changes by +0.007 ± 0.078 (seeds 0 to 7, 300
-#   updates): undecided.
+# * Section 6.2: rows (A): a single head is worse than several. *Undecided*:
+#   The loss changes by +0.007 ± 0.078 (seeds 0 to 7, 300 updates).
 # * Section 6.2: rows (B): a smaller d_k hurts (2 against 8). *Verified at toy
 #   scale*: The loss changes by +0.284 ± 0.232 (seeds 0 to 7, 300 updates).
-# * Section 6.2: rows (C): more layers are better (two against one). *Not
-#   reproduced*: The loss changes by -0.068 ± 0.080 (seeds 0 to 7, 300
-#   updates): undecided.
+# * Section 6.2: rows (C): more layers are better (two against one).
+#   *Undecided*: The loss changes by -0.068 ± 0.080 (seeds 0 to 7, 300
+#   updates).
 # * Section 6.2: rows (C): a larger d_model is better (32 against 16).
 #   *Verified at toy scale*: The loss changes by +0.612 ± 0.303 (seeds 0 to 7,
 #   300 updates).

@@ -104,6 +104,7 @@ REPORTS = {  # how a line begins that reports something, and its class
     "Claim, ": "claim",
     "Verified": "claim found",
     "Not reproduced: ": "claim found not",
+    "Undecided: ": "claim found untried",
     "Can't be checked here: ": "claim found untried",
     "Right, on all": "holds",
 }

@@ -362,10 +362,11 @@ def claims_table():
     for verdict in book.VERDICTS:
         count = sum(facts["verdict"] == verdict for facts in record)
         lines.append(f"| {verdict} | {count} |")
-    lines += ["", "Not reproduced:", ""]
-    for facts in record:
-        if facts["verdict"] == "not reproduced":
-            lines += claim_lines(facts)
+    for verdict in ("not reproduced", "undecided"):
+        lines += ["", f"{verdict.capitalize()}:", ""]
+        for facts in record:
+            if facts["verdict"] == verdict:
+                lines += claim_lines(facts)
     return lines
 
 
