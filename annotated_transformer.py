@@ -15,7 +15,7 @@
 #
 # At the end you will have trained a model, on your own machine, that puts
 # German sentences into English. It learns a small language of the book's own
-# making in a minute and a quarter, and gets 98 of 100 new sentences exactly
+# making in a minute and a half, and gets 98 of 100 new sentences exactly
 # right. And you will have looked inside it, to see at which German words it
 # looks while it writes each English one.
 
@@ -62,9 +62,10 @@
 #
 # | step | on two processor cores, no GPU |
 # |---|---|
-# | the architecture, Sections 1 to 5 | seconds |
+# | the architecture, Sections 1 to 5 | half a minute |
 # | the copy task | about ten seconds |
-# | the German-English model of this notebook | a minute and a quarter |
+# | the German-English model of this notebook | a minute and a half |
+# | this whole notebook | five and a half minutes |
 # | real captions (Multi30k), from the command line | an hour or less |
 #
 # **Symbols.** N, h, d_model, d_ff and d_k are the paper's; the other letters
@@ -9713,7 +9714,7 @@ def toy_translator(seed=0):
 
 
 # %% [markdown]
-# This is the longest cell of the book: a minute and a quarter on two cores.
+# This is the longest cell of the book: a minute and a half on two cores.
 
 
 # %%
