@@ -5795,11 +5795,11 @@ def gradient_at_logits(logits, labels): ...
 # through the whole model, and every number on its way is printed: *Anna liebt
 # Otto*, German for *Anna loves Otto*. The model is this book's `Transformer`
 # with D = 4, two heads, one layer in each stack and F = 3. Its weights are −1,
-# 0 and 1, so that you can do it all again with a pencil; biases are 0, gains
-# 1. They were not trained, but found by trying out, and few as they are, they
-# translate: *Otto liebt Anna* as well. After each step, one number is worked
-# by hand. What is printed is rounded (0.000 is small, 0 is nothing), but the
-# model goes on with all digits, so your last one may differ.
+# 0 and 1, so that you can do it all again with a pencil; biases are 0 and
+# gains are 1. They were not trained, but found by trying out, and few as they
+# are, they translate: *Otto liebt Anna* as well. After each step, one number
+# is worked by hand. What is printed is rounded (0.000 is small, 0 is nothing),
+# but the model goes on with all digits, so your last one may differ.
 #
 # The folded cell has the weights as the paper writes them (a row times the
 # matrix), $W^Q$, $W^K$, $W^V$ and $W^O$ of an attention side by side.

@@ -157,6 +157,16 @@ def test_headings_form_a_tree_and_the_contents_have_them(html):
         assert heading.find_parent("section")["data-for"] == heading["id"]
 
 
+def test_no_line_of_a_paragraph_is_taken_for_a_list(cells):
+    """As where a sentence's "1." comes to stand at the head of a line."""
+    item = r"(1[.)]|[-+*]) "
+    for cell in cells:
+        lines = cell.source.split("\n") if cell.cell_type == "markdown" else []
+        for before, line in zip(lines, lines[1:]):
+            inside = re.match(r"$|  |\d+[.)] |[-+*] |<", before)
+            assert inside or not re.match(item, line), line
+
+
 def test_sections_and_equations_named_in_the_text_are_links(html):
     """Where the book has the section that is named, or the equation."""
     numbers = {}
