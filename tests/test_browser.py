@@ -242,7 +242,12 @@ def test_without_scripts_all_can_be_read(browser, address):
 
 def test_the_contents_follow_the_reader(desk):
     heads = "section:has(> .head + :not(section)) > .head > h3"
-    for heading in desk.query_selector_all(heads)[3:-1:6]:
+    listed = [
+        heading
+        for heading in desk.query_selector_all(heads)
+        if heading.inner_text() != "Exercises"
+    ]
+    for heading in listed[3:-1:6]:
         heading.evaluate("heading => heading.scrollIntoView()")
         desk.wait_for_selector(
             f'nav a[href="#{heading.get_attribute("id")}"][aria-current]'
@@ -250,6 +255,14 @@ def test_the_contents_follow_the_reader(desk):
         entry = desk.query_selector("nav a[aria-current]")
         box = entry.bounding_box()
         assert 0 <= box["y"] <= WIDTHS[1280]
+    assert len(desk.query_selector_all("[aria-current]")) == 1
+
+
+def test_among_exercises_the_contents_show_their_section(desk):
+    desk.evaluate("document.querySelector('#exercises-7').scrollIntoView()")
+    desk.wait_for_selector(
+        'nav a[href="#3-4-embeddings-and-softmax"][aria-current]'
+    )
     assert len(desk.query_selector_all("[aria-current]")) == 1
 
 
@@ -316,7 +329,7 @@ def test_the_theme_is_chosen_and_remembered(browser, address):
 
 
 def test_folded_code_opens(desk):
-    fold = desk.query_selector("main details")
+    fold = desk.query_selector("main .cell details")
     assert not fold.query_selector("pre").is_visible()
     fold.query_selector("summary").focus()
     desk.keyboard.press("Enter")

@@ -29,8 +29,11 @@
       if (isIntersecting) under.add(target);
       else under.delete(target);
     }
-    const current = sections.filter((section) => under.has(section)).pop();
-    const link = current && entries.get(current.dataset.for);
+    const link = sections
+      .filter((section) => under.has(section))
+      .map((section) => entries.get(section.dataset.for)) // exercises: none
+      .filter(Boolean)
+      .pop();
     one('nav [aria-current="true"]')?.removeAttribute("aria-current");
     all("nav .open").forEach((item) => item.classList.remove("open"));
     one(".here").textContent = link ? link.textContent : "";
