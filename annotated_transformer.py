@@ -2056,8 +2056,8 @@ class Lookup(nn.Module):
 
 
 # %% [markdown]
-# "Small" shall be d_k = 64, the paper's own, and "large" 1,024. Each kind is
-# granted the best of three learning rates.
+# "Small" shall be d_k = 16 and 64, the paper's own, and "large" 1,024. Each
+# kind is granted the best of three learning rates.
 
 
 # %% tags=["claim"]
@@ -9816,8 +9816,9 @@ def your_own_sentence():
 #
 # The paper's results are of large models on eight GPUs; ours, on a laptop,
 # come later (*Multi30k, measured*). Here are the two techniques that the
-# paper uses to get from a trained model to a score (6.1), and its variations
-# of the model, in small (6.2). Its scores themselves are out of our reach.
+# paper uses to get from a trained model to a score (6.1), its variations of
+# the model (6.2) and its other task (6.3), both in small. Its scores
+# themselves are out of our reach.
 
 
 # %% tags=["claim"]
@@ -11069,7 +11070,7 @@ def variations_in_small():
 # **What to notice.** Three seeds and 120 updates are few: where an interval
 # crosses 0, nothing is decided. `make claims` takes eight seeds and 300
 # updates. There, all that makes the model narrower makes it worse, as in the
-# paper; one head or one layer does not. In this language each word looks at
+# paper; of one head and one layer it can't tell. Here each word looks at
 # one place and one neighbour, so there is little for more heads or layers to
 # do. A toy shows how to find out, not what holds for a real language.
 #
@@ -12376,8 +12377,7 @@ def heads_and_their_roles():
 # **What to notice.** The clear roles are those that translation needs: the
 # word to be written, and the two halves of a torn verb, each with a head of
 # its own. In the encoder of this small model few heads do what a grammar book
-# would have them do. One does: it looks from *hat* to the time, near or far.
-# Many look at the word itself or at the end symbol, which is to do nothing.
+# would have them do. Those that do look from *hat* to the time, near or far.
 #
 # The paper's claims, by these scores. We say that a head *has* a role if it
 # looks right at least half of the time, and at least twice as often as the
@@ -16953,7 +16953,7 @@ def main(argv):
 #
 # ### What to read next
 #
-# * The paper once more. It is short, and now each line of it has code.
+# * The paper once more. It is short, and now you know it in code.
 # * Xiong et al. (2020), *On Layer Normalization in the Transformer
 #   Architecture*: why pre-norm needs no warm-up.
 # * Devlin et al. (2018), *BERT*, is the encoder alone; Radford et al.
