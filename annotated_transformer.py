@@ -4506,18 +4506,28 @@ class DecoderAlone(nn.Module):
 
 
 # %% [markdown]
-# **… and with positions that turn** (an afternoon). Now let it add no
-# positions: let it turn queries and keys in each head instead, as in the last
-# exercise of Section 3.5. The weights stay as many. It is tried, too, that
-# padding on the *left* changes nothing. With added positions, it would.
+# **… and with positions that turn** (an hour). Now no positions are added.
+# Instead each head turns its queries and keys, as in the last exercise of
+# Section 3.5. Write that attention; the cell puts it into a decoder, and tries
+# the same as before, and that padding on the *left* changes nothing. With
+# added positions, it would.
 
 
 # %% tags=["exercise"]
-def judge_turning_decoder(build):
+def judge_turning_attention(kind):
+    config, x = tiny_model().config, torch.ones(1, 2, 32)
+    if kind(config).eval()(x, x, x) is None:
+        return UNFILLED
+
+    def build(config):
+        model = SlippedDecoder(config, lost=True)
+        for layer in model.stack.layers:
+            layer.self_attention = kind(config)
+        return model
+
     if wrong := judge_decoder_alone(build):
         return wrong
-    model = build(tiny_model().config).eval()
-    tokens = torch.randint(4, 14, (3, 6))
+    model, tokens = build(config).eval(), torch.randint(4, 14, (3, 6))
     moved = model(F.pad(tokens, (5, 0)))[:, 5:]  # PAD is 0
     if unlike(moved, model(tokens), ""):
         return (
@@ -4527,23 +4537,30 @@ def judge_turning_decoder(build):
     return ""
 
 
+class AddingAttention(MultiHeadAttention):
+    """Tells positions apart, but by adding them."""
+
+    def forward(self, query, key, value, mask=None):
+        places = positional_encoding(*query.shape[1:])
+        return super().forward(query + places, key + places, value, mask)
+
+
 @exercise(
-    judge=judge_turning_decoder,
+    judge=judge_turning_attention,
     slips={
-        "positions are added": SlippedDecoder,
-        "no positions at all": partial(SlippedDecoder, lost=True),
+        "positions are added": AddingAttention,
+        "no positions at all": MultiHeadAttention,
     },
 )
-def turning_decoder(config):
-    """The same module, whose heads turn their queries and keys."""
+def turning_attention(config):
+    """Multi-head attention of x (B, T, D) by x, with turned Q and K."""
 
 
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Only `forward` of `MultiHeadAttention` has to change: turn Q and K after they
-# are split into heads. A `Stack` can be built as it is, and the attention of
-# its layers exchanged.
+# Turn Q and K after they are split into heads. The dimensions may come out in
+# another order, if it is the same for both: the products do not notice.
 #
 # </details>
 # <details><summary>Answer</summary>
@@ -4564,35 +4581,15 @@ def turning_decoder(config):
 #         V = self.split(self.W_V(value))
 #         heads, _ = attention(Q, K, V, mask)
 #         return self.W_O(heads.transpose(1, 2).flatten(-2))
-#
-#
-# class TurningDecoder(nn.Module):
-#     def __init__(self, config):
-#         super().__init__()
-#         self.embedding = Embedding(config.tgt_vocab, config.d_model)
-#         self.stack = Stack(EncoderLayer, config)
-#         for layer in self.stack.layers:
-#             layer.self_attention = TurningAttention(config)
-#
-#     def forward(self, tokens):
-#         x = self.stack(self.embedding(tokens), target_mask(tokens))
-#         return self.embedding.logits(x)
 # ```
-#
-# The dimensions come out in another order, evens before odds. As it is the
-# same for Q and K, the products do not notice.
 #
 # </details>
 
 
 # %%
-@turning_decoder.solve
-class TurningDecoder(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        ...
-
-    def forward(self, tokens): ...
+@turning_attention.solve
+class TurningAttention(MultiHeadAttention):
+    def forward(self, query, key, value, mask=None): ...
 
 
 # %% [markdown]
@@ -10710,6 +10707,11 @@ TABLE_3 = {
 }
 
 
+# %% [markdown]
+# The model of a row is made without memory, and counted:
+
+
+# %%
 @functools.cache
 def count_row(name, vocab=37_000):
     """The number of weights of a row of Table 3, from the model itself."""
@@ -10876,6 +10878,11 @@ def held_out(model, seed):
     return [float(x) for x in (*losses, right)]
 
 
+# %% [markdown]
+# The training itself:
+
+
+# %%
 @functools.cache
 def trial(seed, updates, pairs=2000, smoothing=0.1, rise=True, factor=0.35,
           spacing=5, d_k=None, **changes):  # fmt: skip
@@ -10919,6 +10926,11 @@ def interval(numbers):
     return mean, STUDENT[n - 2] * math.sqrt(variance / n)
 
 
+# %% [markdown]
+# Two settings, seed by seed; what came out, in words; and whether it decides:
+
+
+# %%
 def compared(change, base, seeds, updates, measure="loss", first=0):
     """The interval of (changed - base), trial by trial with equal seeds."""
     return interval([
@@ -10939,6 +10951,11 @@ def decided(mean, half):
     return None if abs(mean) <= half else mean > 0
 
 
+# %% [markdown]
+# The intervals must cover as often as they say:
+
+
+# %%
 @check
 def intervals_are_those_of_student():
     """The 95 % interval covers the truth in about 95 of 100 cases."""
@@ -11457,6 +11474,11 @@ def parse_by_rules(trees, train):
     return [readings(leaves(brackets(tree)), table) for tree in trees]
 
 
+# %% [markdown]
+# On the test, and two of its trees:
+
+
+# %%
 @example
 def how_much_is_open():
     bank = treebank()
@@ -11502,6 +11524,11 @@ def spans(tokens, words):
     return None if open_ or not found else found
 
 
+# %% [markdown]
+# From the spans of all sentences, the scores:
+
+
+# %%
 def parse_scores(outputs, references):
     """Shares of well-formed and exact trees, precision, recall and F1."""
     hits = found = right = well = exact = 0
@@ -12287,6 +12314,11 @@ def role_hits(weights, wanted):
     return hits
 
 
+# %% [markdown]
+# Over many pairs, for every role:
+
+
+# %%
 def role_scores(translator, pairs, roles=ROLES):
     """{(kind, role): share of right looks (N, H)}, and how often asked."""
     model, hits, asked = translator.model, Counter(), Counter()
@@ -12359,6 +12391,11 @@ def best_head(role, trained=True, sentences=300):
     return place, test[role][place].item()
 
 
+# %% [markdown]
+# The best head for each role, and the best of the untrained:
+
+
+# %%
 @example
 def heads_and_their_roles():
     scores, asked = roles_of(True, "test", 300)
@@ -12506,6 +12543,11 @@ def exact_share(heads, pairs, groups=None):
     return {n: sum(right[i] for i in g) / len(g) for n, g in groups.items()}
 
 
+# %% [markdown]
+# All heads, one after the other:
+
+
+# %%
 @example
 def each_head_removed():
     config = toy_translator()[0].model.config
@@ -13529,6 +13571,11 @@ def kept_keys_not_sorted(self, texts, sources=None, right=Cache.keep):
     right(self, unsorted, sources)
 
 
+# %% [markdown]
+# And the second, a whole search of its own:
+
+
+# %%
 @bug("beam_search", "beam_search_is_exact_at_both_ends", in_use=True,
      write="best_of_beam")  # fmt: skip
 def ended_beams_go_on(model, src, width=4, alpha=0.6, extra=50, **_):

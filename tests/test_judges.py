@@ -19,7 +19,7 @@ SAID = {
         "no positions": "order of earlier words",
         "not tied": "8864 weights",
     },
-    "turning_decoder": {
+    "turning_attention": {
         "positions are added": "padding on the left",
         "no positions at all": "order of earlier words",
     },
