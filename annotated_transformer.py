@@ -183,6 +183,7 @@ import re
 import shutil
 import tempfile
 import time
+import traceback
 import urllib.request
 import warnings
 import zlib
@@ -328,13 +329,13 @@ def out_of_reach(name, section, text, why):
 
 
 # %% [markdown]
-# Sections end with **exercises**, which you may pass over. Each says in words
-# and, in a folded cell, in plain loops what a function must do: the last
-# function there, with the shapes. (Above it are the slips that people make.
-# They give much away; don't look at them yet.) Replace the dots in the cell
-# after it and run that: your function is tried on drawn inputs, and what is
-# wrong with it is said. A hint and an answer are folded away. In brackets
-# stands how long an answer is, or how long it may take you.
+# Sections end with **exercises**, which you may pass over. Each says in words,
+# and most in plain loops too, what a function must do. Replace the dots in
+# the cell that follows, and run it: your function is tried on drawn inputs,
+# and what is wrong with it is said. A hint and an answer are folded away, and
+# so is the cell that knows the slips that people make. (It gives much away;
+# don't look into it yet.) In brackets stands how long an answer is, or how
+# long it may take you.
 
 # %% tags=["plumbing"]
 EXERCISES = {}
@@ -398,17 +399,22 @@ def unlike(answer, truth, what):
 
 # %% tags=["plumbing"]
 class Exercise:
-    """What a function must do, given as a slow one that does it.
+    """What a function must do, given as a slow one that does it."""
 
-    `draw()` returns a tuple of inputs. `slips` are {what is wrong: function}
-    of plausible wrong answers. `judge`, if given, takes an answer and returns
-    what is wrong with it ("": nothing), in place of the comparison.
-    """
+    def __init__(self, spec):
+        self.spec, self.judge, self.slips = spec, self.compare, {}
+        self.draw = self.blank = None
 
-    def __init__(self, spec, draw, slips, judge=None):
-        self.spec, self.draw, self.slips = spec, draw, slips
+    def judged_by(self, draw=None, slips=None, judge=None):
+        """Say how answers are tried.
+
+        `draw()` returns a tuple of inputs. `slips` are {what is wrong:
+        function} of plausible wrong answers. `judge`, if given, takes an
+        answer and returns what is wrong with it ("": nothing), in place of
+        the comparison.
+        """
+        self.draw, self.slips = draw, slips or {}
         self.judge = judge or self.compare
-        self.blank = None
 
     def __call__(self, *inputs):
         """What the slow function gives, to compare with on inputs of yours."""
@@ -440,7 +446,8 @@ class Exercise:
         try:
             return run_seeded(partial(self.judge, answer))
         except Exception as error:  # whatever a reader's code may raise
-            return f"your code raises {type(error).__name__}: {error}"
+            kind = type(error).__name__
+            return f"your code raises {kind}: {error}{line_in(answer, error)}"
 
     def solve(self, answer):
         """Decorate the function to be filled in; a notebook judges it."""
@@ -469,15 +476,21 @@ def shown(inputs):
     return f", for the input {words}" if len(words) < 200 else ""
 
 
-def exercise(draw=None, slips=None, judge=None):
+def line_in(answer, error):
+    """Where in an answer (a function or a class) an error arose, in words."""
+    parts = vars(answer).values() if isinstance(answer, type) else [answer]
+    files = {p.__code__.co_filename for p in parts if hasattr(p, "__code__")}
+    files.discard(globals().get("__file__"))  # the judges' own
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if frame.filename in files:
+            return f", in line {frame.lineno}: {frame.line}"
+    return ""
+
+
+def exercise(spec):
     """Make an exercise of the function that specifies it."""
-
-    def register(spec):
-        made = Exercise(spec, draw, slips or {}, judge)
-        EXERCISES[spec.__name__] = made
-        return made
-
-    return register
+    EXERCISES[spec.__name__] = made = Exercise(spec)
+    return made
 
 
 # %% [markdown]
@@ -691,12 +704,27 @@ def cost_of_a_layer(d=512, k=3):
 # them one by one; find the formulas.
 
 
+# %%
+@exercise
+def multiplications_in_loops(n, d):
+    """Those of (self-attention, a recurrent layer), for n words."""
+    attentive = recurrent = 0
+    for _word in range(n):
+        for _row, _column in itertools.product(range(d), repeat=2):
+            attentive += 4  # W_Q, W_K, W_V and W_O
+            recurrent += 2  # one times the word, one times the state
+        for _other_word, _dimension in itertools.product(range(n), range(d)):
+            attentive += 1  # query times key
+            attentive += 1  # weight times value
+    return attentive, recurrent
+
+
 # %% tags=["exercise"]
 def draw_layer_sizes():
     return torch.randint(1, 8, ()).item(), torch.randint(2, 9, ()).item()
 
 
-@exercise(
+multiplications_in_loops.judged_by(
     draw_layer_sizes,
     {
         "a weighted mean of the values costs as much as the products of "
@@ -713,17 +741,6 @@ def draw_layer_sizes():
         ),
     },
 )
-def multiplications_in_loops(n, d):
-    """Those of (self-attention, a recurrent layer), for n words."""
-    attentive = recurrent = 0
-    for _word in range(n):
-        for _row, _column in itertools.product(range(d), repeat=2):
-            attentive += 4  # W_Q, W_K, W_V and W_O
-            recurrent += 2  # one times the word, one times the state
-        for _other_word, _dimension in itertools.product(range(n), range(d)):
-            attentive += 1  # query times key
-            attentive += 1  # weight times value
-    return attentive, recurrent
 
 
 # %% [markdown]
@@ -1638,6 +1655,21 @@ def layers_made_by_copying():
 # and through σ².
 
 
+# %%
+@exercise
+def norm_gradient_in_loops(x, grad):
+    """x and grad (T, D) -> (T, D), the derivatives by each number of x."""
+    result, step = torch.zeros_like(x), 1e-6
+    for place in itertools.product(*map(range, x.shape)):
+        losses = []
+        for nudge in (step, -step):
+            nudged = x.clone()
+            nudged[place] += nudge
+            losses.append((layer_norm(nudged, 1.0, 0.0) * grad).sum())
+        result[place] = (losses[0] - losses[1]) / (2 * step)
+    return result
+
+
 # %% tags=["exercise"]
 def draw_norm_gradient():
     return tuple(torch.randn(2, 3, 6, dtype=torch.double))
@@ -1656,7 +1688,7 @@ def norm_gradient(centre=True, spread=True):
     return answer
 
 
-@exercise(
+norm_gradient_in_loops.judged_by(
     draw_norm_gradient,
     {
         "σ is taken for a constant, and so is μ": norm_gradient(0, 0),
@@ -1664,17 +1696,6 @@ def norm_gradient(centre=True, spread=True):
         "μ is taken for a constant": norm_gradient(centre=False),
     },
 )
-def norm_gradient_in_loops(x, grad):
-    """x and grad (T, D) -> (T, D), the derivatives by each number of x."""
-    result, step = torch.zeros_like(x), 1e-6
-    for place in itertools.product(*map(range, x.shape)):
-        losses = []
-        for nudge in (step, -step):
-            nudged = x.clone()
-            nudged[place] += nudge
-            losses.append((layer_norm(nudged, 1.0, 0.0) * grad).sum())
-        result[place] = (losses[0] - losses[1]) / (2 * step)
-    return result
 
 
 # %% [markdown]
@@ -2147,6 +2168,18 @@ def additive_is_better_for_large_d_k(
 # cell says in loops what to compute. Say it in tensors.
 
 
+# %%
+@exercise
+def one_query_in_loops(q, K, V):
+    """q (K,), K and V (S, K) -> (K,), the mean of V that q asks for."""
+    shares = [math.exp(sum(q * key) / math.sqrt(len(q))) for key in K]
+    result = torch.zeros(len(q))
+    for share, value in zip(shares, V):
+        for j in range(len(q)):
+            result[j] += share / sum(shares) * value[j]
+    return result
+
+
 # %% tags=["exercise"]
 def draw_one_query():
     return torch.randn(4), torch.randn(6, 4), torch.randn(6, 4)
@@ -2162,21 +2195,13 @@ def one_query(undivided=False, unshared=False):
     return answer
 
 
-@exercise(
+one_query_in_loops.judged_by(
     draw_one_query,
     {
         "the products are not divided by √d_k": one_query(undivided=True),
         "the weights do not sum to 1": one_query(unshared=True),
     },
 )
-def one_query_in_loops(q, K, V):
-    """q (K,), K and V (S, K) -> (K,), the mean of V that q asks for."""
-    shares = [math.exp(sum(q * key) / math.sqrt(len(q))) for key in K]
-    result = torch.zeros(len(q))
-    for share, value in zip(shares, V):
-        for j in range(len(q)):
-            result[j] += share / sum(shares) * value[j]
-    return result
 
 
 # %% [markdown]
@@ -2208,6 +2233,17 @@ def ask(q, K, V): ...
 # softmax with `exp` and `sum` only, so that no score is too large or small.
 
 
+# %%
+@exercise
+def softmax_in_loops(scores):
+    """(T, S) -> (T, S), the softmax of each row."""
+    result = torch.zeros_like(scores)
+    for t, row in enumerate(scores):
+        for s, score in enumerate(row):
+            result[t, s] = 1 / sum((other - score).exp() for other in row)
+    return result
+
+
 # %% tags=["exercise"]
 def draw_large_scores():
     return (torch.randn(3, 5) + torch.tensor([[0.0], [1000.0], [-1000.0]]),)
@@ -2223,7 +2259,7 @@ def softmax_after(change):
     return answer
 
 
-@exercise(
+softmax_in_loops.judged_by(
     draw_large_scores,
     {
         "for a score of 1000 it is inf / inf, for a row of −1000 it is 0 / 0, "
@@ -2234,13 +2270,6 @@ def softmax_after(change):
         "all that counts": softmax_after(lambda s: s.clamp(-80, 80)),
     },
 )
-def softmax_in_loops(scores):
-    """(T, S) -> (T, S), the softmax of each row."""
-    result = torch.zeros_like(scores)
-    for t, row in enumerate(scores):
-        for s, score in enumerate(row):
-            result[t, s] = 1 / sum((other - score).exp() for other in row)
-    return result
 
 
 # %% [markdown]
@@ -2273,6 +2302,18 @@ def safe_softmax(scores): ...
 # forbidden key should be as if it did not exist.
 
 
+# %%
+@exercise
+def nowhere_in_loops(Q, K, V, mask):
+    """Q (T, K), K and V (S, K), mask (T, S) -> (T, K)"""
+    result = torch.zeros_like(Q)
+    for t, may_look in enumerate(mask):
+        if may_look.any():
+            keys, values = K[may_look], V[may_look]
+            result[t] = attention(Q[t : t + 1], keys, values)[0][0]
+    return result
+
+
 # %% tags=["exercise"]
 def draw_masked_queries():
     mask = torch.rand(4, 6) < 0.6
@@ -2281,7 +2322,7 @@ def draw_masked_queries():
     return torch.randn(4, 3), *torch.randn(2, 6, 3), mask
 
 
-@exercise(
+nowhere_in_loops.judged_by(
     draw_masked_queries,
     {
         "a query that may look nowhere gets the mean of all values": (
@@ -2301,14 +2342,6 @@ def draw_masked_queries():
         ),
     },
 )
-def nowhere_in_loops(Q, K, V, mask):
-    """Q (T, K), K and V (S, K), mask (T, S) -> (T, K)"""
-    result = torch.zeros_like(Q)
-    for t, may_look in enumerate(mask):
-        if may_look.any():
-            keys, values = K[may_look], V[may_look]
-            result[t] = attention(Q[t : t + 1], keys, values)[0][0]
-    return result
 
 
 # %% [markdown]
@@ -2340,6 +2373,15 @@ def attend_or_not(Q, K, V, mask): ...
 # gone. The cell keeps them all; do it with one block and a few sums at a time.
 # Scores may be large. Fast attention for GPUs rests on this trick: it never
 # has the whole table of weights (Dao et al., 2022).
+
+
+# %%
+@exercise
+def attention_at_once(q, blocks):
+    """q (K,), blocks of K (n, K) and V (n, E) -> (E,), the weighted mean."""
+    kept = [(K.clone(), V.clone()) for K, V in blocks]
+    K, V = map(torch.cat, zip(*kept))
+    return attention(q[None], K, V)[0][0]
 
 
 # %% tags=["exercise"]
@@ -2380,7 +2422,7 @@ def look_at_the_end(q, blocks):
     return attention(q[None], K, V)[0][0]
 
 
-@exercise(
+attention_at_once.judged_by(
     draw_passing,
     {
         "e^score is inf for a large score: no largest score is taken off": (
@@ -2393,11 +2435,6 @@ def look_at_the_end(q, blocks):
         ),
     },
 )
-def attention_at_once(q, blocks):
-    """q (K,), blocks of K (n, K) and V (n, E) -> (E,), the weighted mean."""
-    kept = [(K.clone(), V.clone()) for K, V in blocks]
-    K, V = map(torch.cat, zip(*kept))
-    return attention(q[None], K, V)[0][0]
 
 
 # %% [markdown]
@@ -2695,12 +2732,24 @@ def attention_ignores_order():
 # (W_O is the paper's here: a row x becomes x W_O.)
 
 
+# %%
+@exercise
+def sum_of_heads_in_loops(heads, W_O):
+    """heads (B, H, T, K), W_O (D, D) -> (B, T, D)"""
+    B, H, T, K = heads.shape
+    result = torch.zeros(B, T, W_O.size(1))
+    for b, i, t in itertools.product(range(B), range(H), range(T)):
+        rows = W_O[i * K : (i + 1) * K]
+        result[b, t] += heads[b, i, t] @ rows
+    return result
+
+
 # %% tags=["exercise"]
 def draw_some_heads():
     return torch.randn(2, 3, 4, 2), torch.randn(6, 6)
 
 
-@exercise(
+sum_of_heads_in_loops.judged_by(
     draw_some_heads,
     {
         "the axes of heads and positions are not swapped: a row holds numbers "
@@ -2719,14 +2768,6 @@ def draw_some_heads():
         ),
     },
 )
-def sum_of_heads_in_loops(heads, W_O):
-    """heads (B, H, T, K), W_O (D, D) -> (B, T, D)"""
-    B, H, T, K = heads.shape
-    result = torch.zeros(B, T, W_O.size(1))
-    for b, i, t in itertools.product(range(B), range(H), range(T)):
-        rows = W_O[i * K : (i + 1) * K]
-        result[b, t] += heads[b, i, t] @ rows
-    return result
 
 
 # %% [markdown]
@@ -2912,6 +2953,17 @@ def rows_or_columns():
 # the r − 1 places before it. Make it from two ranges, without `tril`.
 
 
+# %%
+@exercise
+def look_back_in_loops(length, r):
+    """(T, T), boolean, True where the row may look at the column."""
+    mask = torch.zeros(length, length, dtype=torch.bool)
+    for query in range(length):
+        for key in range(length):
+            mask[query, key] = query - r < key <= query
+    return mask
+
+
 # %% tags=["exercise"]
 def draw_look_back():
     return torch.randint(5, 9, ()).item(), torch.randint(1, 5, ()).item()
@@ -2927,7 +2979,7 @@ def look_back_where(allowed):
     return answer
 
 
-@exercise(
+look_back_in_loops.judged_by(
     draw_look_back,
     {
         "the future is open": look_back_where(lambda back, r: back.abs() < r),
@@ -2942,13 +2994,6 @@ def look_back_where(allowed):
         ),
     },
 )
-def look_back_in_loops(length, r):
-    """(T, T), boolean, True where the row may look at the column."""
-    mask = torch.zeros(length, length, dtype=torch.bool)
-    for query in range(length):
-        for key in range(length):
-            mask[query, key] = query - r < key <= query
-    return mask
 
 
 # %% [markdown]
@@ -2982,12 +3027,24 @@ def look_back_mask(length, r): ...
 # serve all heads, as our masks do.
 
 
+# %%
+@exercise
+def row_of_sentences_in_loops(number):
+    """(B, T) numbers of sentences -> (B, 1, T, T), True: may attend."""
+    B, T = number.shape
+    mask = torch.zeros(B, 1, T, T, dtype=torch.bool)
+    for b, query, key in itertools.product(range(B), range(T), range(T)):
+        same = number[b, query] == number[b, key]
+        mask[b, 0, query, key] = same and key <= query
+    return mask
+
+
 # %% tags=["exercise"]
 def draw_row_of_sentences():
     return (torch.randint(2, (2, 7)).cumsum(1),)
 
 
-@exercise(
+row_of_sentences_in_loops.judged_by(
     draw_row_of_sentences,
     {
         "a word may look at the sentences before its own": (
@@ -3001,14 +3058,6 @@ def draw_row_of_sentences():
         ),
     },
 )
-def row_of_sentences_in_loops(number):
-    """(B, T) numbers of sentences -> (B, 1, T, T), True: may attend."""
-    B, T = number.shape
-    mask = torch.zeros(B, 1, T, T, dtype=torch.bool)
-    for b, query, key in itertools.product(range(B), range(T), range(T)):
-        same = number[b, query] == number[b, key]
-        mask[b, 0, query, key] = same and key <= query
-    return mask
 
 
 # %% [markdown]
@@ -3141,6 +3190,19 @@ def network_by_position_and_layer(one_for_all=False):
 # position? The matrices are as `nn.Linear` keeps them.
 
 
+# %%
+@exercise
+def units_in_loops(x, W_1, b_1, W_2):
+    """x (T, D), W_1 (F, D), b_1 (F,), W_2 (D, F) -> lengths (T, F)"""
+    result = torch.zeros(len(x), len(W_1))
+    for t, position in enumerate(x):
+        for f, (row, bias) in enumerate(zip(W_1, b_1)):
+            agree = sum(row * position) + bias
+            added = max(0.0, agree) * W_2[:, f]
+            result[t, f] = math.sqrt(sum(added**2))
+    return result
+
+
 # %% tags=["exercise"]
 def draw_feed_forward():
     F_, D = 6, 4
@@ -3148,7 +3210,7 @@ def draw_feed_forward():
             torch.randn(D, F_))  # fmt: skip
 
 
-@exercise(
+units_in_loops.judged_by(
     draw_feed_forward,
     {
         "a unit that is below 0 adds nothing: the ReLU is missing": (
@@ -3165,15 +3227,6 @@ def draw_feed_forward():
         ),
     },
 )
-def units_in_loops(x, W_1, b_1, W_2):
-    """x (T, D), W_1 (F, D), b_1 (F,), W_2 (D, F) -> lengths (T, F)"""
-    result = torch.zeros(len(x), len(W_1))
-    for t, position in enumerate(x):
-        for f, (row, bias) in enumerate(zip(W_1, b_1)):
-            agree = sum(row * position) + bias
-            added = max(0.0, agree) * W_2[:, f]
-            result[t, f] = math.sqrt(sum(added**2))
-    return result
 
 
 # %% [markdown]
@@ -3309,6 +3362,17 @@ def embeddings_times_the_root(d_model=512, way_back=False):
 # without autograd. A word may stand at several places, or at none.
 
 
+# %%
+@exercise
+def words_learn_in_loops(tokens, grad, vocab):
+    """tokens (T,), grad (T, D) -> (V, D), the gradient of the table."""
+    table = torch.zeros(vocab, grad.size(1))
+    for token, row in zip(tokens.tolist(), grad):
+        for j in range(len(row)):
+            table[token, j] += math.sqrt(len(row)) * row[j]
+    return table
+
+
 # %% tags=["exercise"]
 def draw_words_read():
     return torch.randint(4, (7,)), torch.randn(7, 4), 5
@@ -3331,7 +3395,7 @@ def put_rows(tokens, grad, vocab):
     return table
 
 
-@exercise(
+words_learn_in_loops.judged_by(
     draw_words_read,
     {
         "a word that stands at several places learns from one of them "
@@ -3344,13 +3408,6 @@ def put_rows(tokens, grad, vocab):
         ),
     },
 )
-def words_learn_in_loops(tokens, grad, vocab):
-    """tokens (T,), grad (T, D) -> (V, D), the gradient of the table."""
-    table = torch.zeros(vocab, grad.size(1))
-    for token, row in zip(tokens.tolist(), grad):
-        for j in range(len(row)):
-            table[token, j] += math.sqrt(len(row)) * row[j]
-    return table
 
 
 # %% [markdown]
@@ -3670,6 +3727,18 @@ def longest_wavelength(d_model=512, divisor=None):
 # they depend on?
 
 
+# %%
+@exercise
+def likeness_in_loops(p, q, d_model):
+    """Places p and q (n,) -> (n,), the products of their encodings."""
+    result = torch.zeros_like(p)
+    for n in range(len(p)):
+        for i in range(d_model // 2):
+            a, b = (x[n] / 10_000 ** (2 * i / d_model) for x in (p, q))
+            result[n] += a.sin() * b.sin() + a.cos() * b.cos()
+    return result
+
+
 # %% tags=["exercise"]
 def draw_two_places():
     p = torch.randint(1000, (5,)).double()
@@ -3681,7 +3750,7 @@ def likeness_with(speeds, cosine=lambda p, q, w: ((p - q) * w).cos()):
     return lambda p, q, D: cosine(p[:, None], q[:, None], speeds(D)).sum(-1)
 
 
-@exercise(
+likeness_in_loops.judged_by(
     draw_two_places,
     {
         "the sines are missing": likeness_with(
@@ -3695,14 +3764,6 @@ def likeness_with(speeds, cosine=lambda p, q, w: ((p - q) * w).cos()):
         ),
     },
 )
-def likeness_in_loops(p, q, d_model):
-    """Places p and q (n,) -> (n,), the products of their encodings."""
-    result = torch.zeros_like(p)
-    for n in range(len(p)):
-        for i in range(d_model // 2):
-            a, b = (x[n] / 10_000 ** (2 * i / d_model) for x in (p, q))
-            result[n] += a.sin() * b.sin() + a.cos() * b.cos()
-    return result
 
 
 # %% [markdown]
@@ -3737,6 +3798,20 @@ def likeness(p, q, d_model): ...
 # $pos/10000^{2i/K}$. Then q·k depends on the distance of the two positions
 # alone. Write it without a loop. Which dimensions make a pair is for you to
 # choose: no numbers are compared, but what any such turn must do is tried.
+
+
+# %%
+@exercise
+def turning_in_loops(x, places):
+    """x (T, K), places (T,) -> (T, K), with the pairs (2i, 2i + 1)."""
+    result = torch.zeros_like(x)
+    for t, place in enumerate(places.tolist()):
+        for j in range(0, x.size(1), 2):
+            angle = place / 10_000 ** (j / x.size(1))
+            c, s = math.cos(angle), math.sin(angle)
+            result[t, j] = c * x[t, j] - s * x[t, j + 1]
+            result[t, j + 1] = s * x[t, j] + c * x[t, j + 1]
+    return result
 
 
 # %% tags=["exercise"]
@@ -3782,7 +3857,7 @@ def turn_pairs(angles, sign=-1):
     return answer
 
 
-@exercise(
+turning_in_loops.judged_by(
     judge=judge_turning,
     slips={
         "pairs left apart": lambda x, places: x.unflatten(-1, (-1, 2)),
@@ -3796,16 +3871,6 @@ def turn_pairs(angles, sign=-1):
         "i stands for 2i": turn_pairs(lambda pos, e: pos / 10_000 ** (e / 2)),
     },
 )
-def turning_in_loops(x, places):
-    """x (T, K), places (T,) -> (T, K), with the pairs (2i, 2i + 1)."""
-    result = torch.zeros_like(x)
-    for t, place in enumerate(places.tolist()):
-        for j in range(0, x.size(1), 2):
-            angle = place / 10_000 ** (j / x.size(1))
-            c, s = math.cos(angle), math.sin(angle)
-            result[t, j] = c * x[t, j] - s * x[t, j + 1]
-            result[t, j + 1] = s * x[t, j] + c * x[t, j + 1]
-    return result
 
 
 # %% [markdown]
@@ -4335,6 +4400,19 @@ def gradients_of_both_orders():
 # you can see a mask at work, or a leak in one, in any model.
 
 
+# %%
+@exercise
+def reach_by_nudging(f, x):
+    """(T, T), boolean: does output t, the row, depend on input s?"""
+    reach = torch.zeros(len(x), len(x), dtype=torch.bool)
+    for s in range(len(x)):
+        changed = x.clone()
+        changed[s] += 1
+        for t, (before, after) in enumerate(zip(f(x), f(changed))):
+            reach[t, s] = (before != after).any()
+    return reach
+
+
 # %% tags=["exercise"]
 def draw_black_box():
     mask = torch.rand(5, 5) < 0.5
@@ -4349,7 +4427,7 @@ def one_backward_pass(f, x):
     return (grad != 0).any(-1).expand(len(x), len(x))
 
 
-@exercise(
+reach_by_nudging.judged_by(
     draw_black_box,
     {
         "rows and columns are exchanged: the rows are the outputs": (
@@ -4366,15 +4444,6 @@ def one_backward_pass(f, x):
         ),
     },
 )
-def reach_by_nudging(f, x):
-    """(T, T), boolean: does output t, the row, depend on input s?"""
-    reach = torch.zeros(len(x), len(x), dtype=torch.bool)
-    for s in range(len(x)):
-        changed = x.clone()
-        changed[s] += 1
-        for t, (before, after) in enumerate(zip(f(x), f(changed))):
-            reach[t, s] = (before != after).any()
-    return reach
 
 
 # %% [markdown]
@@ -4456,7 +4525,12 @@ class SlippedDecoder(nn.Module):
         return self.output.logits(self.stack(x, self.mask(tokens)))
 
 
-@exercise(
+@exercise
+def decoder_alone(config):
+    """A module: tokens (B, T) -> logits (B, T, V), of the words so far."""
+
+
+decoder_alone.judged_by(
     judge=judge_decoder_alone,
     slips={
         "states, no logits": lambda c: Embedding(c.tgt_vocab, c.d_model),
@@ -4465,8 +4539,6 @@ class SlippedDecoder(nn.Module):
         "not tied": partial(SlippedDecoder, untied=True),
     },
 )
-def decoder_alone(config):
-    """A module: tokens (B, T) -> logits (B, T, V), of the words so far."""
 
 
 # %% [markdown]
@@ -4545,15 +4617,18 @@ class AddingAttention(MultiHeadAttention):
         return super().forward(query + places, key + places, value, mask)
 
 
-@exercise(
+@exercise
+def turning_attention(config):
+    """Multi-head attention of x (B, T, D) by x, with turned Q and K."""
+
+
+turning_attention.judged_by(
     judge=judge_turning_attention,
     slips={
         "positions are added": AddingAttention,
         "no positions at all": MultiHeadAttention,
     },
 )
-def turning_attention(config):
-    """Multi-head attention of x (B, T, D) by x, with turned Q and K."""
 
 
 # %% [markdown]
@@ -4929,6 +5004,13 @@ def stream(pairs, max_tokens, seed=0, device="cpu", skip=0):
 # none is left. `RANKS[pair]` is the number of a merge, 0 for the first.
 
 
+# %%
+@exercise
+def split_by_all_merges(word):
+    """A word -> its pieces, a list, with "▁" at the beginning."""
+    return split_word(word, list(RANKS))
+
+
 # %% tags=["exercise"]
 THEN = "then hen ten tenth thence hence these he the other mother moth".split()
 COUNTS = {word: 12 - i for i, word in enumerate(THEN)}
@@ -4957,7 +5039,7 @@ def longest_from_the_left(word):
     return pieces
 
 
-@exercise(
+split_by_all_merges.judged_by(
     draw_word,
     {
         "the first known pair of the word is joined, not the one that was "
@@ -4966,9 +5048,6 @@ def longest_from_the_left(word):
         "algorithm, WordPiece": longest_from_the_left,
     },
 )
-def split_by_all_merges(word):
-    """A word -> its pieces, a list, with "▁" at the beginning."""
-    return split_word(word, list(RANKS))
 
 
 # %% [markdown]
@@ -5005,6 +5084,19 @@ def split_by_rank(word): ...
 # Where the label is padding, anything may be read: the loss ignores it.
 
 
+# %%
+@exercise
+def read_and_labels_in_loops(rows):
+    """Lists of B sentences -> (read, labels), both (B, T), int64."""
+    T = 1 + max(map(len, rows))
+    read, labels = torch.full((2, len(rows), T), PAD)
+    for b, row in enumerate(rows):
+        for t, word in enumerate([*row, EOS]):
+            read[b, t] = row[t - 1] if t else BOS
+            labels[b, t] = word
+    return read, labels
+
+
 # %% tags=["exercise"]
 def draw_sentences():
     lengths = torch.randint(1, 5, (3,)).tolist()
@@ -5028,7 +5120,7 @@ def where_asked(answer):
     return read_and_labels_in_loops.compare(cleaned)
 
 
-@exercise(
+read_and_labels_in_loops.judged_by(
     draw_sentences,
     {
         "each label is the word just read, and should be the next": (
@@ -5043,15 +5135,6 @@ def where_asked(answer):
     },
     where_asked,
 )
-def read_and_labels_in_loops(rows):
-    """Lists of B sentences -> (read, labels), both (B, T), int64."""
-    T = 1 + max(map(len, rows))
-    read, labels = torch.full((2, len(rows), T), PAD)
-    for b, row in enumerate(rows):
-        for t, word in enumerate([*row, EOS]):
-            read[b, t] = row[t - 1] if t else BOS
-            labels[b, t] = word
-    return read, labels
 
 
 # %% [markdown]
@@ -5325,6 +5408,17 @@ def learning_rate_curves():
 # Give the whole number at once.
 
 
+# %%
+@exercise
+def warmup_by_trying(peak, d_model):
+    """The highest learning rate, and the width -> w."""
+
+    def distance(w):
+        return abs(learning_rate(w, d_model, w) - peak)
+
+    return min(range(1, 10_001), key=distance)
+
+
 # %% tags=["exercise"]
 def draw_peak():
     d_model, warmup = 2 ** int(torch.randint(6, 11, ())), torch.rand(())
@@ -5332,7 +5426,7 @@ def draw_peak():
     return learning_rate(warmup, d_model, warmup), d_model
 
 
-@exercise(
+warmup_by_trying.judged_by(
     draw_peak,
     {
         "d_model is left out": lambda peak, d_model: round(peak**-2),
@@ -5341,13 +5435,6 @@ def draw_peak():
         ),
     },
 )
-def warmup_by_trying(peak, d_model):
-    """The highest learning rate, and the width -> w."""
-
-    def distance(w):
-        return abs(learning_rate(w, d_model, w) - peak)
-
-    return min(range(1, 10_001), key=distance)
 
 
 # %% [markdown]
@@ -5379,6 +5466,18 @@ def warmup_for(peak, d_model): ...
 # move against the corrected m, divided by the root of the corrected v plus ε.
 
 
+# %%
+@exercise
+def adam_by_torch(weight, gradients, rate, eps):
+    """weight (D,), gradients (n, D) of n updates -> the weight after."""
+    weight = nn.Parameter(weight.clone())
+    adam = torch.optim.Adam([weight], rate, betas=(0.9, 0.98), eps=eps)
+    for gradient in gradients:
+        weight.grad = gradient.clone()
+        adam.step()
+    return weight.detach()
+
+
 # %% tags=["exercise"]
 def draw_gradients():
     gradients = torch.randn(int(torch.randint(2, 6, ())), 5)
@@ -5403,7 +5502,7 @@ def adam_but(beta_1=0.9, beta_2=0.98, corrected=True, under=False, kept=False):
     return answer
 
 
-@exercise(
+adam_by_torch.judged_by(
     draw_gradients,
     {
         "the means are not corrected": adam_but(corrected=False),
@@ -5413,14 +5512,6 @@ def adam_but(beta_1=0.9, beta_2=0.98, corrected=True, under=False, kept=False):
         "β₁ and β₂ are exchanged": adam_but(0.98, 0.9),
     },
 )
-def adam_by_torch(weight, gradients, rate, eps):
-    """weight (D,), gradients (n, D) of n updates -> the weight after."""
-    weight = nn.Parameter(weight.clone())
-    adam = torch.optim.Adam([weight], rate, betas=(0.9, 0.98), eps=eps)
-    for gradient in gradients:
-        weight.grad = gradient.clone()
-        adam.step()
-    return weight.detach()
 
 
 # %% [markdown]
@@ -5659,6 +5750,14 @@ def divergence_has_the_same_gradient():
 # entropy. How much is that, for V words and smoothing ε, without a loop?
 
 
+# %%
+@exercise
+def least_loss_in_loops(vocab, smoothing):
+    """The entropy of the target for one label; natural logarithms."""
+    [target] = smoothed_targets(torch.tensor([EOS]), vocab, smoothing)
+    return -sum(p * math.log(p) for p in target.tolist())
+
+
 # %% tags=["exercise"]
 def draw_smoothing():
     vocab = int(torch.randint(3, 300, ()))
@@ -5669,7 +5768,7 @@ def floor_of(right, other, others):
     return -right * math.log(right) - others * other * math.log(other)
 
 
-@exercise(
+least_loss_in_loops.judged_by(
     draw_smoothing,
     {
         "the right word has its part of ε as well, ε/V": (
@@ -5683,10 +5782,6 @@ def floor_of(right, other, others):
         ),
     },
 )
-def least_loss_in_loops(vocab, smoothing):
-    """The entropy of the target for one label; natural logarithms."""
-    [target] = smoothed_targets(torch.tensor([EOS]), vocab, smoothing)
-    return -sum(p * math.log(p) for p in target.tolist())
 
 
 # %% [markdown]
@@ -5722,6 +5817,19 @@ def least_loss(vocab, smoothing): ...
 # no derivative any more: which?
 
 
+# %%
+@exercise
+def gradient_by_shaking(logits, labels):
+    """logits (R, V), labels (R,) -> (R, V), of the sum over rows."""
+    result, h = torch.zeros_like(logits), 1e-4
+    for place in itertools.product(*map(range, logits.shape)):
+        for step in (h, -h):
+            shaken = logits.clone()
+            shaken[place] += step
+            result[place] += smoothed_loss(shaken, labels) / (2 * step)
+    return result
+
+
 # %% tags=["exercise"]
 def draw_logits():
     labels = torch.cat([torch.randint(1, 6, (3,)), torch.tensor([PAD])])
@@ -5737,7 +5845,7 @@ def without_padding(rows, labels):
     return rows * (labels != PAD)[:, None]
 
 
-@exercise(
+gradient_by_shaking.judged_by(
     draw_logits,
     {
         "a row of padding asks for nothing and has no gradient": softmax_minus,
@@ -5749,15 +5857,6 @@ def without_padding(rows, labels):
         ),
     },
 )
-def gradient_by_shaking(logits, labels):
-    """logits (R, V), labels (R,) -> (R, V), of the sum over rows."""
-    result, h = torch.zeros_like(logits), 1e-4
-    for place in itertools.product(*map(range, logits.shape)):
-        for step in (h, -h):
-            shaken = logits.clone()
-            shaken[place] += step
-            result[place] += smoothed_loss(shaken, labels) / (2 * step)
-    return result
 
 
 # %% [markdown]
@@ -6615,6 +6714,16 @@ def progress(updates, recipe, done=0, title="training"):
 # `states @ weight.T`, its loss the plain cross-entropy.
 
 
+# %%
+@exercise
+def gradient_of_the_whole(weight, parts):
+    """weight (V, D), parts of (states (R, D), labels (R,)) -> (V, D)"""
+    weight = weight.clone().requires_grad_()
+    states, labels = map(torch.cat, zip(*parts))
+    F.cross_entropy(states @ weight.T, labels, ignore_index=PAD).backward()
+    return weight.grad
+
+
 # %% tags=["exercise"]
 def draw_parts():
     parts = []
@@ -6641,7 +6750,7 @@ def parts_divided_by(divisor):
     return answer
 
 
-@exercise(
+gradient_of_the_whole.judged_by(
     draw_parts,
     {
         "each part is divided by its own tokens: then a token of a short part "
@@ -6654,12 +6763,6 @@ def parts_divided_by(divisor):
         ),
     },
 )
-def gradient_of_the_whole(weight, parts):
-    """weight (V, D), parts of (states (R, D), labels (R,)) -> (V, D)"""
-    weight = weight.clone().requires_grad_()
-    states, labels = map(torch.cat, zip(*parts))
-    F.cross_entropy(states @ weight.T, labels, ignore_index=PAD).backward()
-    return weight.grad
 
 
 # %% [markdown]
@@ -7041,6 +7144,20 @@ def batching_changes_no_translation():
 # Mark them.
 
 
+# %%
+@exercise
+def nucleus_in_loops(logits, p):
+    """logits (V,) and p -> (V,), boolean."""
+    chances, total = logits.softmax(0).tolist(), 0.0
+    marks = torch.zeros(len(chances), dtype=torch.bool)
+    while total < p:
+        left = [word for word in range(len(chances)) if not marks[word]]
+        best = max(left, key=lambda word: chances[word])
+        marks[best] = True
+        total += chances[best]
+    return marks
+
+
 # %% tags=["exercise"]
 def draw_scores():
     return 2 * torch.randn(8), 0.4 + 0.5 * float(torch.rand(()))
@@ -7057,7 +7174,7 @@ def nucleus_but(keep, in_order=False):
     return answer
 
 
-@exercise(
+nucleus_in_loops.judged_by(
     draw_scores,
     {
         "the word that completes p is missing": nucleus_but(
@@ -7070,16 +7187,6 @@ def nucleus_but(keep, in_order=False):
         ),
     },
 )  # fmt: skip
-def nucleus_in_loops(logits, p):
-    """logits (V,) and p -> (V,), boolean."""
-    chances, total = logits.softmax(0).tolist(), 0.0
-    marks = torch.zeros(len(chances), dtype=torch.bool)
-    while total < p:
-        left = [word for word in range(len(chances)) if not marks[word]]
-        best = max(left, key=lambda word: chances[word])
-        marks[best] = True
-        total += chances[best]
-    return marks
 
 
 # %% [markdown]
@@ -7115,6 +7222,19 @@ def nucleus(logits, p): ...
 # at them. Training has all places at once. Do as training does.
 
 
+# %%
+@exercise
+def attention_place_by_place(Q, K, V):
+    """Q, K and V (T, K) -> (T, K)"""
+    kept_keys, kept_values, found = [], [], []
+    for q, k, v in zip(Q, K, V):
+        kept_keys.append(k)
+        kept_values.append(v)
+        seen = torch.stack(kept_keys), torch.stack(kept_values)
+        found.append(attention(q[None], *seen)[0][0])
+    return torch.stack(found)
+
+
 # %% tags=["exercise"]
 def draw_places():
     return torch.randn(3, 5, 4).unbind()
@@ -7129,7 +7249,7 @@ def masked_by(change):
     return answer
 
 
-@exercise(
+attention_place_by_place.judged_by(
     draw_places,
     {
         "each place sees those that come after it": masked_by(lambda m: None),
@@ -7139,15 +7259,6 @@ def masked_by(change):
         ),
     },
 )
-def attention_place_by_place(Q, K, V):
-    """Q, K and V (T, K) -> (T, K)"""
-    kept_keys, kept_values, found = [], [], []
-    for q, k, v in zip(Q, K, V):
-        kept_keys.append(k)
-        kept_values.append(v)
-        seen = torch.stack(kept_keys), torch.stack(kept_values)
-        found.append(attention(q[None], *seen)[0][0])
-    return torch.stack(found)
 
 
 # %% [markdown]
@@ -8055,6 +8166,17 @@ def ways_of_writing():
 # of a beam have read T words, their source has S. What is the formula?
 
 
+# %%
+@exercise
+def bytes_measured(N, D, W, T, S):
+    """Layers, width, texts, words read, places of the source -> bytes."""
+    cache = Cache.begin(tiny_model(N=N, d_model=D), torch.ones(1, S).long(), W)
+    for _ in range(T):
+        cache.read(torch.full((W,), BOS))
+    kept = itertools.chain(*cache.own, *cache.source)
+    return sum(tensor.nbytes for tensor in kept)
+
+
 # %% tags=["exercise"]
 def draw_sizes():
     """N, D, W, T and S"""
@@ -8062,7 +8184,7 @@ def draw_sizes():
     return N, 8 * rest[0], rest[1] + 1, rest[2] + 4, 9
 
 
-@exercise(
+bytes_measured.judged_by(
     draw_sizes,
     {
         "keys are kept, and values as well": (
@@ -8079,13 +8201,6 @@ def draw_sizes():
         ),
     },
 )
-def bytes_measured(N, D, W, T, S):
-    """Layers, width, texts, words read, places of the source -> bytes."""
-    cache = Cache.begin(tiny_model(N=N, d_model=D), torch.ones(1, S).long(), W)
-    for _ in range(T):
-        cache.read(torch.full((W,), BOS))
-    kept = itertools.chain(*cache.own, *cache.source)
-    return sum(tensor.nbytes for tensor in kept)
 
 
 # %% [markdown]
@@ -9582,6 +9697,20 @@ def perplexity(model, pairs, max_tokens=4096):
 # n-grams, then c and r. A row of `draws` names the sentences of one drawing.
 
 
+# %%
+@exercise
+def bleu_of_draws_in_loops(counts, draws):
+    """counts (n, 10), draws (M, n) -> (M,), BLEU from 0 to 1."""
+    scores = []
+    for rows in draws.tolist():
+        drawn = [counts[i].tolist() for i in rows]
+        *parts, c, r = map(sum, zip(*drawn))
+        shares = [hits / grams for hits, grams in zip(parts[:4], parts[4:])]
+        penalty = min(1.0, math.exp(1 - r / c))
+        scores.append(penalty * math.prod(shares) ** 0.25)
+    return torch.tensor(scores)
+
+
 # %% tags=["exercise"]
 def draw_counts(n=10):
     c = torch.randint(6, 15, (n, 1))
@@ -9601,7 +9730,7 @@ def bleu_of_counts(counts, root=True, largest=1.0):
     return penalty.clamp(max=largest) * mean
 
 
-@exercise(
+bleu_of_draws_in_loops.judged_by(
     draw_counts,
     {
         "BLEU is of all sentences together: add the counts, not the scores": (
@@ -9617,16 +9746,6 @@ def bleu_of_counts(counts, root=True, largest=1.0):
         ),
     },
 )
-def bleu_of_draws_in_loops(counts, draws):
-    """counts (n, 10), draws (M, n) -> (M,), BLEU from 0 to 1."""
-    scores = []
-    for rows in draws.tolist():
-        drawn = [counts[i].tolist() for i in rows]
-        *parts, c, r = map(sum, zip(*drawn))
-        shares = [hits / grams for hits, grams in zip(parts[:4], parts[4:])]
-        penalty = min(1.0, math.exp(1 - r / c))
-        scores.append(penalty * math.prod(shares) ** 0.25)
-    return torch.tensor(scores)
 
 
 # %% [markdown]
@@ -10326,6 +10445,23 @@ def a_growing_beam():
 # tensors. (As in `beam_search`; but first try it without looking.)
 
 
+# %%
+@exercise
+def texts_followed_back(origins, words):
+    """origins, words (T, W) -> (W, T), what stands in the beam at the end.
+
+    Place w of step t goes on from place origins[t, w] of step t - 1.
+    """
+    T, W = words.shape
+    texts = torch.zeros(W, T, dtype=torch.long)
+    for w in range(W):
+        place = w
+        for t in reversed(range(T)):
+            texts[w, t] = words[t, place]
+            place = origins[t, place]
+    return texts
+
+
 # %% tags=["exercise"]
 def draw_steps():
     origins = torch.randint(0, 3, (4, 3))
@@ -10340,7 +10476,7 @@ def sorted_after(origins, words):
     return texts
 
 
-@exercise(
+texts_followed_back.judged_by(
     draw_steps,
     {
         "the beginnings are never sorted by origin: each word is appended to "
@@ -10349,19 +10485,6 @@ def sorted_after(origins, words):
         "stand in their places": sorted_after,
     },
 )
-def texts_followed_back(origins, words):
-    """origins, words (T, W) -> (W, T), what stands in the beam at the end.
-
-    Place w of step t goes on from place origins[t, w] of step t - 1.
-    """
-    T, W = words.shape
-    texts = torch.zeros(W, T, dtype=torch.long)
-    for w in range(W):
-        place = w
-        for t in reversed(range(T)):
-            texts[w, t] = words[t, place]
-            place = origins[t, place]
-    return texts
 
 
 # %% [markdown]
@@ -10397,6 +10520,21 @@ def texts_of_the_beam(origins, words): ...
 # longer one. At which α are they even? The cell closes in on it by halves.
 
 
+# %%
+@exercise
+def even_by_halves(log_p, n, log_q, m):
+    """log P of the shorter, its length; the same of the longer -> α."""
+    low, high = 0.0, 10.0
+    for _ in range(50):
+        alpha = (low + high) / 2
+        shorter = log_p / length_penalty(n, alpha)
+        if shorter > log_q / length_penalty(m, alpha):
+            low = alpha
+        else:
+            high = alpha
+    return low
+
+
 # %% tags=["exercise"]
 def draw_two_ends():
     length, more = torch.randint(3, 12, (2,)).tolist()
@@ -10405,7 +10543,7 @@ def draw_two_ends():
     return -log_p, length, -log_p * penalties[1] / penalties[0], length + more
 
 
-@exercise(
+even_by_halves.judged_by(
     draw_two_ends,
     {
         "lengths count with 5 added": (
@@ -10425,17 +10563,6 @@ def draw_two_ends():
         ),
     },
 )
-def even_by_halves(log_p, n, log_q, m):
-    """log P of the shorter, its length; the same of the longer -> α."""
-    low, high = 0.0, 10.0
-    for _ in range(50):
-        alpha = (low + high) / 2
-        shorter = log_p / length_penalty(n, alpha)
-        if shorter > log_q / length_penalty(m, alpha):
-            low = alpha
-        else:
-            high = alpha
-    return low
 
 
 # %% [markdown]
@@ -10469,6 +10596,19 @@ def even_alpha(log_p, n, log_q, m): ...
 # by `agreement(one, two)`, which the cell defines.
 
 
+# %%
+@exercise
+def most_agreed_in_loops(texts):
+    """Texts, drawn from the model -> the (first) one that agrees most."""
+    best, most = "", -1.0
+    for i, text in enumerate(texts):
+        others = texts[:i] + texts[i + 1 :]
+        votes = sum(agreement(text, other) for other in others)
+        if votes > most:
+            best, most = text, votes
+    return best
+
+
 # %% tags=["exercise"]
 from fractions import Fraction
 
@@ -10490,7 +10630,7 @@ def draw_texts():
     return ([*texts, texts[2]],)
 
 
-@exercise(
+most_agreed_in_loops.judged_by(
     draw_texts,
     {
         "the text drawn most often need not be the one that agrees most": (
@@ -10501,15 +10641,6 @@ def draw_texts():
         ),
     },
 )
-def most_agreed_in_loops(texts):
-    """Texts, drawn from the model -> the (first) one that agrees most."""
-    best, most = "", -1.0
-    for i, text in enumerate(texts):
-        others = texts[:i] + texts[i + 1 :]
-        votes = sum(agreement(text, other) for other in others)
-        if votes > most:
-            best, most = text, votes
-    return best
 
 
 # %% [markdown]
@@ -10588,12 +10719,25 @@ def averages_are_means_and_stay_tied():
 # logarithms for a while, with 64 bits; you have 32.
 
 
+# %%
+@exercise
+def ensemble_in_loops(logits):
+    """logits (M, A, V) of M models -> log-probabilities (A, V)"""
+    result = torch.zeros(logits.shape[1:])
+    for a, w in itertools.product(*map(range, result.shape)):
+        total = 0.0
+        for model in logits:
+            total += float(model[a].double().softmax(-1)[w])
+        result[a, w] = math.log(total / len(logits))
+    return result
+
+
 # %% tags=["exercise"]
 def draw_models():
     return (60 * torch.randn(3, 2, 5),)
 
 
-@exercise(
+ensemble_in_loops.judged_by(
     draw_models,
     {
         "the logits are averaged, not the probabilities": (
@@ -10609,15 +10753,6 @@ def draw_models():
         ),
     },
 )
-def ensemble_in_loops(logits):
-    """logits (M, A, V) of M models -> log-probabilities (A, V)"""
-    result = torch.zeros(logits.shape[1:])
-    for a, w in itertools.product(*map(range, result.shape)):
-        total = 0.0
-        for model in logits:
-            total += float(model[a].double().softmax(-1)[w])
-        result[a, w] = math.log(total / len(logits))
-    return result
 
 
 # %% [markdown]
@@ -12628,6 +12763,20 @@ def the_heads_for_the_time(kind=KINDS[1], role="hat: time"):
 # Compute it for all heads of all layers.
 
 
+# %%
+@exercise
+def looked_at_in_loops(weights):
+    """weights (N, H, T, S) -> (N, H)"""
+    N, H, T, _ = weights.shape
+    result = torch.zeros(N, H)
+    for n, h in itertools.product(range(N), range(H)):
+        entropy = 0.0
+        for row in weights[n, h].tolist():
+            entropy -= sum(w * math.log(w) for w in row if w) / T
+        result[n, h] = math.exp(entropy)
+    return result
+
+
 # %% tags=["exercise"]
 def draw_maps():
     scores = 3 * torch.randn(2, 2, 4, 4)
@@ -12635,7 +12784,7 @@ def draw_maps():
     return (scores.masked_fill(hidden, -math.inf).softmax(-1),)
 
 
-@exercise(
+looked_at_in_loops.judged_by(
     draw_maps,
     {
         "0 · log 0 is not a number, and should count as 0": (
@@ -12650,16 +12799,6 @@ def draw_maps():
         ),
     },
 )
-def looked_at_in_loops(weights):
-    """weights (N, H, T, S) -> (N, H)"""
-    N, H, T, _ = weights.shape
-    result = torch.zeros(N, H)
-    for n, h in itertools.product(range(N), range(H)):
-        entropy = 0.0
-        for row in weights[n, h].tolist():
-            entropy -= sum(w * math.log(w) for w in row if w) / T
-        result[n, h] = math.exp(entropy)
-    return result
 
 
 # %% [markdown]
@@ -12694,6 +12833,25 @@ def looked_at(weights): ...
 # rough measure: it knows nothing of norms and of the feed-forward networks.)
 
 
+# %%
+@exercise
+def rollout_by_paths(weights):
+    """weights (N, H, S, S) of a stack -> (S, S), each row sums to 1."""
+
+    def arrives(top, bottom, layers):
+        """What goes from a place above so many layers to one below them."""
+        if layers == 0:
+            return float(top == bottom)
+        row = weights[layers - 1, :, top].mean(0).tolist()
+        on = [arrives(k, bottom, layers - 1) for k in range(len(row))]
+        return on[top] / 2 + sum(w * a for w, a in zip(row, on)) / 2
+
+    N, _, S, _ = weights.shape
+    return torch.tensor(
+        [[arrives(i, j, N) for j in range(S)] for i in range(S)]
+    )
+
+
 # %% tags=["exercise"]
 def draw_stack():
     return (torch.randn(3, 2, 4, 4).mul(2).softmax(-1),)
@@ -12712,28 +12870,13 @@ def rolled(keep=0.5, downwards=False):
     return answer
 
 
-@exercise(
+rollout_by_paths.judged_by(
     draw_stack,
     {
         "half of each place stays by the residual: it is left out": rolled(0),
         "the layers are taken in the wrong order": rolled(downwards=True),
     },
 )
-def rollout_by_paths(weights):
-    """weights (N, H, S, S) of a stack -> (S, S), each row sums to 1."""
-
-    def arrives(top, bottom, layers):
-        """What goes from a place above so many layers to one below them."""
-        if layers == 0:
-            return float(top == bottom)
-        row = weights[layers - 1, :, top].mean(0).tolist()
-        on = [arrives(k, bottom, layers - 1) for k in range(len(row))]
-        return on[top] / 2 + sum(w * a for w, a in zip(row, on)) / 2
-
-    N, _, S, _ = weights.shape
-    return torch.tensor(
-        [[arrives(i, j, N) for j in range(S)] for i in range(S)]
-    )
 
 
 # %% [markdown]
@@ -16411,11 +16554,18 @@ def unknown_tokens(translator, text):
     return [token for token, id_ in zip(tokens, ids) if id_ == UNK]
 
 
-def load_direction(args, device):
-    """The translator of --model, turned round if --reverse is given."""
-    translator = load_translator(Path(args.model), device)
+def check_search(args):
+    """InputError for a beam or a penalty that cannot be."""
     if args.beam < 1:
         raise InputError("--beam must be at least 1")
+    if not 0 <= args.alpha < math.inf:
+        raise InputError("--alpha must be a number from 0 on")
+
+
+def load_direction(args, device):
+    """The translator of --model, turned round if --reverse is given."""
+    check_search(args)
+    translator = load_translator(Path(args.model), device)
     if args.int8 and args.half:
         raise InputError("--int8 and --half exclude each other")
     if args.int8:
@@ -16558,6 +16708,117 @@ def run_evaluate(args):
 
 
 # %% [markdown]
+# `diversify` writes a larger corpus (see *Levers beyond the paper*): the real
+# pairs, and for each model the pairs that it makes of them. A model writes
+# into a file of its own, a portion at a time, so that after a kill the same
+# command goes on where that file ends.
+
+
+# %% tags=["plumbing"]
+def run_diversify(args):
+    device, out = pick_device(args.device), Path(args.out)
+    check_search(args)
+    languages = [args.src, args.tgt]
+    models = [load_translator(Path(name), device) for name in args.model]
+    for name, model in zip(args.model, models):
+        if sorted((model.src, model.tgt)) != sorted(languages):
+            raise InputError(
+                f"{name} translates {model.src} to {model.tgt}, and the "
+                f"corpus is of {args.src} and {args.tgt}"
+            )
+    texts, val = training_pairs(args.corpus, *languages)
+    weights = [sha256(Path(name) / "weights.pt") for name in args.model]
+    begin_diversified(out, {
+        "languages": languages, "data": texts.facts["data"],
+        "weights": weights, "beam": args.beam, "alpha": args.alpha,
+    })  # fmt: skip
+    announce(device)
+    made = []
+    for number, model in enumerate(models, 1):
+        path = out / f"made-{number}.{model.tgt}"
+        write_translations(model, texts, languages, path, args)
+        made.append((model, path))
+    for side, language in enumerate(languages):
+        lines = [pair[side] for pair in val]
+        write_lines(out / f"val.{language}", lines)
+        lines = diversified(texts, made, side, language)
+        write_lines(out / f"train.{language}", lines)
+    count = len(texts)
+    say(f"done: {out}, {count:,} pairs and {count * len(made):,} made of them")
+
+
+# %% [markdown]
+# A folder that was begun with something else is not gone on with:
+
+
+# %% tags=["plumbing"]
+def begin_diversified(out, facts):
+    """Make the folder, or see that it was begun with these facts."""
+    path = out / "made.json"
+    if path.exists():
+        if json.loads(path.read_text(encoding="utf-8")) != facts:
+            raise InputError(
+                f"{out} was begun with another corpus, other models or "
+                "settings; choose another --out"
+            )
+        return
+    if out.exists() and any(out.iterdir()):
+        raise InputError(f"{out} is not empty; choose another --out")
+    out.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(facts, indent=1) + "\n"
+    write_whole(path, lambda p: p.write_text(text, encoding="utf-8"))
+
+
+def write_lines(path, lines):
+    """Write lines of text; a kill leaves no half of a file."""
+
+    def write(unfinished):
+        with unfinished.open("w", encoding="utf-8", newline="\n") as file:
+            file.writelines(f"{line}\n" for line in lines)
+
+    write_whole(path, write)
+
+
+# %% [markdown]
+# The translations of one model. What a kill cut off in the middle of a line
+# is thrown away first.
+
+
+# %% tags=["plumbing"]
+def write_translations(model, texts, languages, path, args):
+    """Translate the model's side of all pairs into a file, a line each."""
+    from tqdm import tqdm
+
+    side = languages.index(model.src)
+    with path.open("a+b") as file:
+        file.seek(0)
+        done, whole = 0, 0
+        for line in file:
+            if line.endswith(b"\n"):
+                done, whole = done + 1, whole + len(line)
+        file.truncate(whole)
+        rest = itertools.islice(texts, done, None)
+        title = f"{model.src} to {model.tgt}"
+        with tqdm(initial=done, total=len(texts), desc=title) as bar:
+            for portion in portions(rest, 1000):
+                sources = [pair[side] for pair in portion]
+                found = model.translate(sources, args.beam, args.alpha)
+                file.writelines(f"{line}\n".encode() for line in found)
+                file.flush()
+                bar.update(len(portion))
+
+
+def diversified(texts, made, side, language):
+    """Yield the lines of one language: the real ones, and those made."""
+    yield from (pair[side] for pair in texts)
+    for model, path in made:
+        if model.tgt == language:
+            yield from Lines(path)
+        else:
+            yield from (pair[side] for pair in texts)
+
+
+# %% [markdown]
 # `curves` draws the log of a run as a picture, an SVG, PNG or HTML file:
 
 
@@ -16651,14 +16912,19 @@ def add_numbers(parser, table):
 
 
 # %% tags=["plumbing"]
-def add_model(parser):
-    """Add what `translate` and `evaluate` share."""
-    option = parser.add_argument
-    option("--model", required=True, metavar="DIR", help="the model's folder")
+def add_search(option):
+    """Add the two numbers of a beam search."""
     width = "width of the beam (4); 1: greedy"
     option("--beam", type=int, default=4, metavar="W", help=width)
     power = "power of the length penalty (0.6)"
     option("--alpha", type=float, default=0.6, metavar="X", help=power)
+
+
+def add_model(parser):
+    """Add what `translate` and `evaluate` share."""
+    option = parser.add_argument
+    option("--model", required=True, metavar="DIR", help="the model's folder")
+    add_search(option)
     text = "the other direction of a model trained with --both"
     option("--reverse", action="store_true", help=text)
     text = "products of 8-bit integers, on a processor"
@@ -16748,6 +17014,17 @@ def parser():
     text = "the part, such as test_2016_flickr (test)"
     option("--split", default="test", metavar="NAME", help=text)
     option("--json", metavar="FILE", help="write the figures there too")
+    text = "write a larger corpus, with what models make of its pairs"
+    option = command("diversify", run_diversify, text).add_argument
+    text = "toy, multi30k, or a folder"
+    option("--corpus", required=True, metavar="CORPUS", help=text)
+    option("--src", default="de", help="one language (de)")
+    option("--tgt", default="en", help="the other (en)")
+    text = "a model's folder, of either direction; may be given several times"
+    option("--model", required=True, action="append", metavar="DIR", help=text)
+    text = "the new corpus; begun before, it is gone on with"
+    option("--out", required=True, metavar="DIR", help=text)
+    add_search(option)
     text = "draw the log of a training run"
     option = command("curves", run_curves, text, False).add_argument
     option("--model", required=True, metavar="DIR", help="the run's folder")

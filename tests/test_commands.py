@@ -1,6 +1,7 @@
 """The command line does what --help says, and says what is wrong."""
 
 import io
+import itertools
 import json
 import os
 import re
@@ -29,8 +30,8 @@ from helpers import (
 import annotated_transformer as book
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-COMMANDS = ["copy", "train", "translate", "evaluate", "curves", "export",
-            "claims"]  # fmt: skip
+COMMANDS = ["copy", "train", "translate", "evaluate", "diversify", "curves",
+            "export", "claims"]  # fmt: skip
 
 
 # ------------------------------------------------------------------- two runs
@@ -97,6 +98,7 @@ OPTIONS = {
     "--nbest sentence",
     "evaluate": "--device --model --beam --alpha --reverse --int8 --half "
     "--json --corpus --split",
+    "diversify": "--device --corpus --src --tgt --model --out --beam --alpha",
     "curves": "--model --out",
     "export": "--format --model --out --quantization",
     "claims": "--full --out --resume --commit names",
@@ -464,7 +466,13 @@ class Perfect:
 
 @pytest.mark.parametrize(
     "more, named",
-    [(["--beam", 0], "--beam"), (["--reverse"], "--both")],
+    [
+        (["--beam", 0], "--beam"),
+        (["--reverse"], "--both"),
+        (["--alpha", -1], "--alpha"),
+        (["--alpha", "nan"], "--alpha"),
+        (["--alpha", "inf"], "--alpha"),
+    ],
 )
 def test_impossible_wishes_for_decoding_are_named(capsys, small, more, named):
     arguments = ["translate", "--model", small, "--device", "cpu", "ja"]
@@ -494,6 +502,88 @@ def test_evaluate_writes_nothing_into_the_model(capsys, own, corpus):
     arguments = ["--model", own, "--corpus", corpus, "--device", "cpu"]
     run(capsys, "evaluate", *arguments)
     assert contents(own) == before
+
+
+# --------------------------------------------------------- a larger corpus
+
+
+def numbered(part, language):
+    return [f"{part} {n} {language}" for n in range(30)]
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    """A folder of 30 pairs, each unlike the others."""
+    folder = tmp_path_factory.mktemp("pairs")
+    for part, language in itertools.product(("train", "val"), ("de", "en")):
+        text = "\n".join(numbered(part, language))
+        (folder / f"{part}.{language}").write_text(text, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def back(pairs, tmp_path_factory):
+    """The folder of a very small model of the other direction, untrained."""
+    folder = tmp_path_factory.mktemp("runs") / "back"
+    known, _ = book.training_pairs(pairs, "en", "de")
+    torch.manual_seed(1)
+    sizes = dict(N=1, d_model=16, d_ff=16, h=2)
+    translator = book.untrained_translator(known, ("en", "de"), sizes)
+    book.save_translator(translator, folder)
+    return folder
+
+
+def diversify(pairs, out, *models):
+    named = [part for model in models for part in ("--model", model)]
+    return ["diversify", "--corpus", pairs, "--device", "cpu", "--beam", 2,
+            "--out", out, *named]  # fmt: skip
+
+
+def lines_of(path):
+    return path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+
+
+def test_a_larger_corpus_has_the_pairs_and_what_models_make_of_them(
+    capsys, pairs, small, back, tmp_path
+):
+    out = tmp_path / "larger"
+    status, _, said = run(capsys, *diversify(pairs, out, small, back))
+    assert status == 0 and "30 pairs and 60 made of them" in said
+    de, en = numbered("train", "de"), numbered("train", "en")
+    ours, theirs = map(book.load_translator, (small, back))
+    written = {name: lines_of(out / name) for name in ("train.de", "train.en")}
+    assert written["train.de"] == de + de + theirs.translate(en, 2, 0.6)
+    assert written["train.en"] == en + ours.translate(de, 2, 0.6) + en
+    assert lines_of(out / "val.en") == numbered("val", "en")
+
+
+def test_a_larger_corpus_that_was_cut_off_is_completed(
+    capsys, pairs, small, back, tmp_path
+):
+    out = tmp_path / "larger"
+    command = diversify(pairs, out, small, back)
+    run(capsys, *command)
+    whole = contents(out)
+    (out / "train.de").unlink()
+    (out / "made-2.de").unlink()
+    cut = whole["made-1.en"][: len(whole["made-1.en"]) // 2]
+    (out / "made-1.en").write_bytes(cut)
+    assert run(capsys, *command)[0] == 0
+    assert contents(out) == whole
+
+
+def test_another_larger_corpus_is_not_gone_on_with(
+    capsys, pairs, small, back, tmp_path
+):
+    out = tmp_path / "larger"
+    run(capsys, *diversify(pairs, out, small))
+    before = contents(out)
+    assert "another --out" in refused(capsys, *diversify(pairs, out, back))
+    command = diversify(pairs, small, small)
+    assert "not empty" in refused(capsys, *command)
+    command = [*diversify(pairs, out, small), "--src", "fr"]
+    assert "translates de to en" in refused(capsys, *command)
+    assert contents(out) == before
 
 
 # --------------------------------------------------------------- the curves

@@ -69,7 +69,9 @@ def a_sum(judge=None):
     def draw():
         return (torch.randn(2, 3),)
 
-    return book.Exercise(lambda x: x.sum(0), draw, {}, judge)
+    made = book.Exercise(lambda x: x.sum(0))
+    made.judged_by(draw, judge=judge)
+    return made
 
 
 @pytest.mark.parametrize(
@@ -90,6 +92,22 @@ def a_sum(judge=None):
 )
 def test_what_is_wrong_with_an_answer_is_said(answer, words):
     assert re.search(words, a_sum().verdict(answer))
+
+
+def test_an_error_names_the_line_of_the_answer():
+    def answer(x):
+        return torch.stack([x, x.sum(0)])
+
+    said = a_sum().verdict(answer)
+    line = answer.__code__.co_firstlineno + 1
+    assert said.endswith(f"line {line}: return torch.stack([x, x.sum(0)])")
+
+    class Answer(torch.nn.Module):
+        def forward(self, x):
+            return self.lost
+
+    said = a_sum(judge=lambda kind: str(kind()(1))).verdict(Answer)
+    assert said.endswith(": return self.lost")
 
 
 def test_a_right_answer_is_right():
