@@ -13088,6 +13088,21 @@ class MovingAverage:
 # many sentences, and one model serves both ways.
 #
 # The size of the vocabulary and dropout on attention weights are options too.
+#
+# **Data diversification** (Nguyen et al., 2020). A sentence has many good
+# translations, and the corpus shows one. So let models that were trained on
+# the pairs translate the training sentences, in both directions. Each
+# translation makes a new pair, with one real side and one made by a model. A
+# new model, from random weights, learns from the real pairs and the new
+# ones. No text comes from outside, and the model that is used stays as small
+# as before; what is paid is the training of the first models. `diversify`
+# writes such a corpus, and `train` takes it as any other:
+#
+# `python annotated_transformer.py diversify --corpus multi30k --src en --tgt
+# de --model runs/en-de --model results/model-de-en --out runs/en-de-more`
+#
+# `python annotated_transformer.py train --corpus runs/en-de-more --src en
+# --tgt de --preset laptop --out runs/en-de-2`
 
 # %% [markdown]
 # ## A gallery of bugs
