@@ -68,9 +68,9 @@ SLIPS = {
         "waves = torch.stack([angle.sin(), angle.sin()], dim=-1)",
         "shift_found_by_least_squares",
     ),
-    "gaps that do not grow": (
+    "gaps that only double": (
         "kernel, k**number if dilated else 1)",
-        "kernel, k if dilated else 1)",
+        "kernel, 2**number if dilated else 1)",
         "convolutions_must_be_stacked",
     ),
     "waves of even spacing": (

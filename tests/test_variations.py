@@ -61,7 +61,7 @@ def test_narrow_keys_are_narrow_and_learn():
 def test_scores_of_a_network_are_additive_attention():
     """With A = B = 1, those of Section 3.2.1, beside which nothing changes."""
     model = book.scored(book.narrow(book.tiny_model(), 3), 3, 3).eval()
-    part = model.encoder.layers[0].attention
+    part = model.encoder.layers[0].self_attention
     with torch.no_grad():
         for layer in (part.A, part.B):
             layer.weight.copy_(torch.eye(3))
