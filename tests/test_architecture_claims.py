@@ -68,6 +68,11 @@ SLIPS = {
         "waves = torch.stack([angle.sin(), angle.sin()], dim=-1)",
         "shift_found_by_least_squares",
     ),
+    "gaps that only double": (
+        "kernel, k**number if dilated else 1)",
+        "kernel, 2**number if dilated else 1)",
+        "convolutions_must_be_stacked",
+    ),
     "waves of even spacing": (
         "angle = position / 10_000 ** (pairs / d_model)",
         "angle = position / (1 + 10_000 * pairs / d_model)",
@@ -104,6 +109,22 @@ def test_depends_sees_through_what_sums_to_nothing():
     x = torch.randn(5, 8, requires_grad=True)
     y = torch.nn.functional.layer_norm(x.cumsum(0), (8,))
     assert book.depends(y, x).equal(torch.ones(5, 5).tril() > 0)
+
+
+@pytest.mark.parametrize("k", [2, 3, 5])
+def test_one_convolution_connects_a_band_and_a_stack_all(k):
+    n = 12
+    x = torch.randn(n, 4, dtype=torch.double, requires_grad=True)
+    full = torch.ones(n, n).tril()
+    band = full.triu(1 - k) > 0
+    assert book.depends(book.convolutions(k)(x, 0), x).equal(band)
+    needed = -(-(n - 1) // (k - 1))  # each layer looks k - 1 back
+    layer, y = book.convolutions(k, dilated=False), x
+    assert book.layers_between(layer, n - 1) == needed
+    for number in range(needed):
+        assert not book.depends(y, x).equal(full > 0)
+        y = layer(y, number)
+    assert book.depends(y, x).equal(full > 0)
 
 
 @pytest.mark.parametrize("power", [-1, 0, 0.5, 2])

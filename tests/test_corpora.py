@@ -594,3 +594,20 @@ def test_hosts_are_several_and_asked_over_https():
     assert len(book.MULTI30K_HOSTS) >= 2
     for address in book.MULTI30K_HOSTS:
         assert address.startswith("https://") and address.endswith("/")
+
+
+def test_sentences_are_shorter_than_the_model_is_wide(monkeypatch):
+    examine = book.CLAIMS["sentences_are_shorter_than_d"].examine
+    holds, found = examine(folder="no such folder")
+    assert holds and "(toy)" in found
+    long = [("das " * 130, "the cat sleeps .")] * 8
+    monkeypatch.setattr(book, "corpus_part", lambda *_: long)
+    holds, found = examine()
+    assert not holds and "50.0% and 100.0%" in found
+
+
+def test_captions_are_shorter_than_the_model_is_wide(data):
+    examine = book.CLAIMS["sentences_are_shorter_than_d"].examine
+    folder = str(data / "multi30k")
+    holds, found = examine(folder=folder)
+    assert holds and folder in found and "58,000" in found

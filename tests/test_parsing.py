@@ -230,3 +230,21 @@ def test_the_parser_learns_what_it_is_shown(small_bank, one_thread):
             translator = book.parser_model(updates)
             scores = book.parse_scores(*book.parse(translator, small_bank))
             assert low <= scores["exact"] <= high, updates
+
+
+def test_what_is_said_of_table_4_follows_from_its_numbers(monkeypatch):
+    def verdict(name):
+        return book.CLAIMS[name].verdict()[0]
+
+    name = "better_than_all_but_one"
+    found = book.CLAIMS[name].verdict()[1]
+    assert verdict(name) == "not reproduced"
+    assert "Luong" in found and "Dyer" in found and "McClosky" not in found
+    monkeypatch.setitem(book.TABLE_4, "other tasks", {"Luong": 92.6})
+    assert verdict(name) == "verified"
+    few = book.TABLE_4["the 40,000 trees"]
+    monkeypatch.setitem(few, "Transformer", 90.4)  # no better than the same
+    assert verdict("beats_a_parser_made_for_it") == "not reproduced"
+    assert verdict("recurrent_models_need_more") == "verified"
+    monkeypatch.setitem(few, "Vinyals & Kaiser", 91.7)
+    assert verdict("recurrent_models_need_more") == "not reproduced"

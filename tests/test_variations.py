@@ -58,6 +58,49 @@ def test_narrow_keys_are_narrow_and_learn():
     assert all(w.grad.abs().sum() > 0 for w in model.parameters())
 
 
+def test_scores_of_a_network_are_additive_attention():
+    """With A = B = 1, those of Section 3.2.1, beside which nothing changes."""
+    model = book.scored(book.narrow(book.tiny_model(), 3), 3, 3).eval()
+    part = model.encoder.layers[0].self_attention
+    with torch.no_grad():
+        for layer in (part.A, part.B):
+            layer.weight.copy_(torch.eye(3))
+            layer.bias.zero_()
+    x, mask = torch.randn(1, 5, 32), torch.ones(5, 5).tril() > 0
+    Q, K, V = (part.split(W(x))[0] for W in (part.W_Q, part.W_K, part.W_V))
+    heads = []
+    for q, k, v in zip(Q, K, V):
+        scores = book.additive_scores(q, k, part.w.weight[0])
+        heads.append(scores.masked_fill(~mask, -torch.inf).softmax(-1) @ v)
+    expected = part.W_O(torch.cat(heads, dim=-1))
+    torch.testing.assert_close(part(x, x, x, mask)[0], expected)
+
+
+def test_networks_for_scores_learn_in_all_attentions():
+    model = book.scored(book.narrow(book.tiny_model(), 2), 2, 7)
+    src, tgt = torch.randint(4, 14, (2, 3, 6))
+    model(src, tgt).logsumexp(-1).sum().backward()
+    parts = [m for m in model.modules() if hasattr(m, "W_Q")]
+    assert all(type(part) is book.ScoredAttention for part in parts)
+    for part in parts:
+        for weight in (part.A.weight, part.B.weight, part.w.weight):
+            assert weight.grad.abs().sum() > 0
+    size = dict(N=1, d_model=8, d_ff=8, h=2)
+    train = book.trial.__wrapped__
+    assert train(0, 3, d_k=2, hidden=4, **size) != train(0, 3, d_k=2, **size)
+
+
+def test_surprise_by_hand():
+    """Three pairs; after "a" either "b" or the end, once each."""
+    train = [["", "a", "b", ""], ["", "a", ""]]
+    after_a = (1 + 0.01) / (2 + 3 * 0.01)
+    first = (2 + 0.01) / (2 + 3 * 0.01)
+    found = book.surprise(train, [["", "a", ""]], vocab=3)
+    assert math.isclose(found, -math.log(first) - math.log(after_a))
+    chances = [book.surprise(train, [["a", t]], 3) for t in ("", "a", "b")]
+    assert math.isclose(sum(math.exp(-c) for c in chances), 1)
+
+
 def test_the_noisy_language_is_reversed_and_nine_forms_of_ten_are_right():
     right = total = 0
     for src, tgt in book.noisy_pairs(2000, seed=3):
