@@ -1319,11 +1319,12 @@ def shorter_paths_are_easier(near=3, far=32, seeds=1, updates=100):
 # %% [markdown]
 # ### The task we use throughout
 #
-# Translation needs data, and data needs a chapter of its own. Until then
-# the model learns to **copy**: it reads a sequence of digits and must
-# write the same digits, one after the other, then stop. It sounds
-# trivial, yet it exercises all parts. The decoder has to find, at step t,
-# what stands at place t of the source, and it has to know when to end.
+# Translation needs data, and data needs a chapter of its own. Until then the
+# model learns to **copy**: it reads a sequence of digits and must write the
+# same digits, one after the other, then stop. It sounds trivial, yet it
+# exercises all parts. The part that writes, the *decoder*, has to find, at
+# step t, what stands at place t of the source, and it has to know when to
+# end.
 #
 # A *vocabulary* numbers the tokens. In every vocabulary of this book the
 # first four numbers are reserved:
@@ -1372,13 +1373,14 @@ def two_padded_sentences():
 # works for itself. We call these parts its *sub-layers*.
 #
 # And how does it learn? All its matrices begin with random numbers, the
-# *weights*. The *loss* says, in one number, how badly the model has predicted.
-# The **gradient** has the derivative of the loss by each weight: how it would
-# change if that weight grew a little. PyTorch finds them all, going back
-# through the calculation from the loss (*autograd*). An *update* then moves
-# each weight a little against its derivative, so that the loss falls. Many
-# updates are a *training*. Where the gradient is 0, nothing is learned. That
-# is all we need until Section 5.
+# *weights*. The *loss* says, in one number, how badly the model has
+# predicted. The **gradient** has the derivative of the loss by each weight:
+# how it would change if that weight grew a little. PyTorch finds them all,
+# going back through the calculation from the loss (*autograd*). An *update*
+# then moves each weight a little against its derivative, so that the loss
+# falls; how little, the *learning rate* says. Many updates are a *training*.
+# Where the gradient is 0, nothing is learned. That is all we need until
+# Section 5.
 #
 # ![The whole model. On the left the encoder: source tokens become vectors by
 # embedding and position, and pass N layers of self-attention and feed-forward
@@ -4420,9 +4422,10 @@ def gradients_of_both_orders():
 # the first's (how many, depends much on the seed); with pre-norm the largest
 # is about twice the smallest. So, say Xiong et al., a large first step would
 # ruin the last layers of a post-norm stack, and its rate must start small.
-# With Adam that can't be all, for it divides by the gradient's size. Liu et
-# al. (2020) blame that post-norm leans more on what its sub-layers add: a
-# small change of their weights changes the output much.
+# With Adam (Section 5.3) that can't be all, for it divides by the gradient's
+# size. Liu et al. (2020) blame something else: post-norm leans more on what
+# its sub-layers add, so that a small change of their weights changes the
+# output much.
 
 # %% [markdown]
 # ### Exercises
@@ -5314,11 +5317,13 @@ def table_2_counts_operations(busy=1.0):
 # %% [markdown]
 # ### 5.3 Optimizer
 #
-# Adam keeps two running means for each weight: of its gradient, over some
-# 1/(1 − β₁) = 10 updates, and of the gradient's square, over some 50. The
-# step goes along the first, divided by the root of the second, so every
-# weight moves at about the same pace. The paper uses it with β₁ = 0.9, β₂ =
-# 0.98 and ε = 10⁻⁹ (added to the root), and a rate that rises, then falls
+# An *optimizer* is the rule by which an update makes steps of gradients. The
+# paper's, Adam (Kingma and Ba, 2015), keeps two running means for each
+# weight: of its gradient, over some 1/(1 − β₁) = 10 updates, and of the
+# gradient's square, over some 50. The step goes along the first, divided by
+# the root of the second, so every weight moves at about the same pace. The
+# paper uses it with β₁ = 0.9, β₂ = 0.98 and ε = 10⁻⁹ (added to the root), and
+# a learning rate, by which each step is multiplied, that rises, then falls
 # (Equation 3):
 #
 # $$lrate = d_{model}^{-0.5} \cdot \min(n^{-0.5},\; n \cdot w^{-1.5})$$
@@ -5421,9 +5426,10 @@ def learning_rate_curves():
 # small batches w and the factor must be tried out: the copy task below uses w
 # = 200, the generated corpus 400, the captions 300 (with pre-norm) or 2,000.
 # They matter. Four layers that learned the generated corpus with w = 400,
-# half the rate and dropout 0.1 (BLEU 99.5, commit 3fd342b) learned nothing at
-# all with w = 200, the full rate and dropout 0.3 (BLEU 0, commit 80dc9fe;
-# both 800 updates, seed 0). Section 6.2 leaves the warm-up out.
+# half the rate and dropout 0.1 (99.5 of 100 by BLEU, a score of translations;
+# commit 3fd342b) learned nothing at all with w = 200, the full rate and
+# dropout 0.3 (BLEU 0, commit 80dc9fe; both 800 updates, seed 0). Section 6.2
+# leaves the warm-up out.
 #
 # **Asked often:** why warm up, and how to set it for small batches? The paper
 # does not say why. Post-norm is easily upset at the start (*Post-norm against
@@ -6233,7 +6239,7 @@ def step_memory():
 # %% [markdown]
 # **The decoder looks back** (Section 3.2.3). It reads `<s> Anna loves Otto`.
 # All is as before, but for the mask: above the diagonal the scores are
-# replaced (shown as −∞), and the weights 0.
+# replaced (`-inf` is shown), and the weights 0.
 #
 # By hand: *Anna* may look at `<s>` and at itself, in head 1 with
 # exp(10.986) / (exp(10.986) + exp(10.939)) = 0.512 and the rest.
@@ -8264,9 +8270,10 @@ def bytes_kept(N, D, W, T, S): ...
 # %% [markdown]
 # ## A first example: copying
 #
-# Now it all comes together. The training set is 40,000 random sequences of
-# 3 to 10 digits; 1,000 others are for validation, and 1,000 are held
-# out for the last test. No sequence is in two of the sets.
+# Now it all comes together. The training set is 40,000 random sequences of 3
+# to 10 digits; 1,000 others are for *validation*, to see during training how
+# good the model is, and 1,000 are held out for the last test. No sequence is
+# in two of the sets.
 #
 # One layer of width 64 is enough, since copying takes one look. Every
 # 25 updates the model copies the validation set, freely: from `<s>` on
@@ -8358,8 +8365,9 @@ def the_copy_task():
 # %% [markdown]
 # **What to notice.** At first the loss stays above 2, hardly better than
 # guessing. Then the model finds where to look, and it drops. It ends at 0.55,
-# not at 0: less is not possible against smoothed targets. (It is their
-# entropy: 0.907 for the right token, 0.007 for each of 13 others.)
+# not at 0: less is not possible against smoothed targets (Section 5.4: the
+# model is asked to leave a tenth of the probability to all tokens alike). It
+# is their entropy: 0.907 for the right token, 0.007 for each of 13 others.
 
 # %% [markdown]
 # ### Positions, tried
@@ -10466,7 +10474,7 @@ def a_growing_beam():
 # the others follow far behind, each wrong in one word. Beginnings that start
 # with another first word die out soon. This corpus leaves little to doubt; on
 # real text the beam is worth more: on the captions below it gains 1.3 BLEU
-# over greedy decoding (validation, English-German: 38.5, and 39.9 with α =
+# over greedy decoding (validation, English-German: 38.52, and 39.86 with α =
 # 1.5).
 
 # %% [markdown]
@@ -10630,6 +10638,15 @@ def even_alpha(log_p, n, log_q, m): ...
 
 
 # %%
+from fractions import Fraction
+
+
+def agreement(one, two):
+    """F1 of the words of two texts, from 0 to 1; exact, so ties are ties."""
+    one, two = Counter(one.split()), Counter(two.split())
+    return Fraction(2 * (one & two).total(), max(1, (one + two).total()))
+
+
 @exercise
 def most_agreed_in_loops(texts):
     """Texts, drawn from the model -> the (first) one that agrees most."""
@@ -10643,15 +10660,6 @@ def most_agreed_in_loops(texts):
 
 
 # %% tags=["exercise"]
-from fractions import Fraction
-
-
-def agreement(one, two):
-    """F1 of the words of two texts, from 0 to 1; exact, so ties are ties."""
-    one, two = Counter(one.split()), Counter(two.split())
-    return Fraction(2 * (one & two).total(), max(1, (one + two).total()))
-
-
 def draw_texts():
     """A sentence five times, words lost and words put in; one of it twice."""
     texts, more = [], "and a big blue one".split()
@@ -10851,7 +10859,7 @@ def narrow(model, d_k):
 # %% [markdown]
 # Each row says what it changes; all else is base's. The printed millions
 # follow, None where the paper leaves the place empty: it means "as in base".
-# (E is left out: it does not say how many positions were learned.)
+# (E is left out: the paper does not say how many positions were learned.)
 
 # %%
 TABLE_3 = {
@@ -11828,8 +11836,8 @@ def parse_scores(outputs, references):
 
 # %% [markdown]
 # By hand: *sees the dog* as `(VP sees (NP the dog )NP )VP` has two spans. An
-# output that makes three, of which both of these, has precision 2/3, recall
-# 1, F1 = 2 · 2 / (3 + 2) = 0.8.
+# output that makes three, these two among them, has precision 2/3, recall 1,
+# F1 = 2 · 2 / (3 + 2) = 0.8.
 
 
 # %%
@@ -12443,11 +12451,12 @@ def exploring_attention():
 
 # %% [markdown]
 # **What to notice.** In the last layer's cross-attention the bright cells sit
-# in the rings. Choose *encoder self-attention*: the source's words look
-# mostly at near neighbours, an article at its noun, say. (Which head does
-# what is chance: with another seed it may be another head.) Choose *decoder
-# self-attention*: it sees only what is to its left, so its upper triangle is
-# empty. (Where scripts are off, you see one head.)
+# in the rings. Choose *encoder self-attention*: in layer 2 most words look at
+# themselves or no further than two places away; in layer 1 about half of them
+# look at `</s>`, which tells little. (Which head does what is chance: with
+# another seed it may be another head.) Choose *decoder self-attention*: it
+# sees only what is to its left, so its upper triangle is empty. (Where
+# scripts are off, you see one head.)
 
 # %% [markdown]
 # ### Attention against the true alignment
@@ -13127,9 +13136,9 @@ def rollout(weights): ...
 # The paper had 4.5 million pairs of sentences. With 29,000, two things become
 # scarce: text, which calls for more *regularization* (ways to keep a model
 # from learning its few examples by heart), and, on a laptop, time. Here is
-# what may help. Each is an option of `train`. The presets of the paper have
-# all of them off; `laptop` has pre-norm, the falling rate and the moving
-# average on, and products in 16 bits where they pay. Some of them are
+# what may help. All but the last are options of `train`. The presets of the
+# paper have all of them off; `laptop` has pre-norm, the falling rate and the
+# moving average on, and products in 16 bits where they pay. Some of them are
 # measured below, under *Multi30k, measured*.
 #
 # **Pre-norm**, and less dropout than tiny's 0.3. With the norm first,
@@ -13394,7 +13403,7 @@ def measure_small(model, write):
 # replaces, and the check that should notice. The wrong one is in its place
 # while the model is trained and while it writes, or with `in_use` only while
 # a model writes that was trained without it. Then the right one is put back.
-# (The folded cell does this. It also runs the check, and says "nothing" if
+# (The two folded cells do this. They also run the check, and say "nothing" if
 # the check saw nothing.)
 
 
@@ -15364,9 +15373,9 @@ def shares_add_up_to_the_whole():
 
 
 # %% [markdown]
-# Now with real processes. The cell below computes the gradients of two shares
-# and starts two processes. Each reads its own, and they add them up over a
-# network connection within the machine. What a process does stands in
+# Now with real processes. The two cells below start two processes, and give
+# each the gradient of its share. Each reads its own, and they add them up
+# over a network connection within the machine. What a process does stands in
 # `ADDER`:
 
 # %%
@@ -16244,10 +16253,10 @@ QUANTIZATIONS = (
 #
 # Four rules of decoding are not ours, and no conversion can change that:
 #
-# * CTranslate2 divides by a power of the length n, we by a power of
-#   (5 + n)/6. With its 1 and our 1.5, which are alike near n = 12, 116 of
-#   1,000 differ, and BLEU is 40.39 where ours is 40.84. Choose its
-#   `length_penalty` on a validation set, as you would choose α.
+# * CTranslate2 divides by a power of the length n, we by a power of (5 +
+#   n)/6. With its 1 and our 1.5, which grow alike near n = 10, 116 of 1,000
+#   differ, and BLEU is 40.39 where ours is 40.84. Choose its `length_penalty`
+#   on a validation set, as you would choose α.
 # * Its beam stays full until as many have ended as it is wide. In ours each
 #   that ends leaves its place empty.
 # * Its greatest length, `max_decoding_length`, is one number for all
@@ -16481,12 +16490,12 @@ def keep_record(path, record):
 # %% [markdown]
 # ## The command line
 #
-# Seven commands: `copy` learns to copy (the default), `train` makes a model,
-# `translate` uses it, `evaluate` measures it, `curves` draws its training,
-# `export` makes it one of CTranslate2's, `claims` examines the paper.
-# For example, `python annotated_transformer.py translate --model
-# results/model-de-en "Zwei Kinder spielen im Schnee."`; `--help` after a
-# command lists its options.
+# Eight commands: `copy` learns to copy (the default), `train` makes a model,
+# `translate` uses it, `evaluate` measures it, `diversify` writes a larger
+# corpus with it, `curves` draws its training, `export` makes it one of
+# CTranslate2's, `claims` examines the paper. For example, `python
+# annotated_transformer.py translate --model results/model-de-en "Zwei Kinder
+# spielen im Schnee."`; `--help` after a command lists its options.
 #
 # How long and how fast to train depends on the size of the model. Base and
 # big have the paper's numbers. Tiny follows Wu et al. (2021): a peak rate of
@@ -17458,8 +17467,8 @@ def main(argv):
 #   masks*).
 # * **checkpoint**: the weights at one moment of training, kept (*6.1 Averaging
 #   checkpoints*).
-# * **cross-attention**: attention of the decoder at the memory (*3.2.3 Three
-#   uses, two masks*).
+# * **cross-attention**: attention of the decoder at the memory (*3.1 Encoder
+#   and decoder stacks*).
 # * **cross-entropy**: the mean of −ln of the probability of the right word
 #   (*The full model*).
 # * **decoder**: the stack that reads the target so far and the memory (*3 The
@@ -17485,12 +17494,16 @@ def main(argv):
 #   Regularization*).
 # * **layer normalization**: mean 0 and variance 1 for each position by itself
 #   (*3.1 Encoder and decoder stacks*).
+# * **learning rate**: by what the step of an update is multiplied (*5.3
+#   Optimizer*).
 # * **logit**: the score of a word, before the softmax (*3.4 Embeddings and
 #   softmax*).
 # * **loss**: how badly the model has predicted, in one number (*3 The model*).
 # * **memory**: what the encoder gives the decoder: one vector for each source
 #   token (*3 The model*).
 # * **n-gram**: a run of n words (*How good is it? BLEU*).
+# * **optimizer**: the rule by which an update makes steps of gradients (*5.3
+#   Optimizer*).
 # * **padding**: what fills up the shorter sentences of a batch (*The task we
 #   use throughout*).
 # * **perplexity**: e to the mean loss: among how many words the model
@@ -17501,8 +17514,8 @@ def main(argv):
 # * **query**: the vector with which a position asks (*3.2 Attention*).
 # * **residual connection**: a sub-layer's input, added to its output (*3.1
 #   Encoder and decoder stacks*).
-# * **self-attention**: attention within one sentence (*3.2.3 Three uses, two
-#   masks*).
+# * **self-attention**: attention within one sentence (*3.1 Encoder and
+#   decoder stacks*).
 # * **softmax**: e to the power of each score, divided by the sum of all
 #   (*3.2.1 Scaled dot-product attention*).
 # * **state**: what the decoder gives for one place, from which logits come
@@ -17514,7 +17527,7 @@ def main(argv):
 # * **tied**: said of embeddings that are one matrix (*3.4 Embeddings and
 #   softmax*).
 # * **token**: a word, or a piece of one, and its number (*Start here*).
-# * **update**: one step of the optimizer (*5.3 Optimizer*).
+# * **update**: one step of the optimizer (*3 The model*).
 # * **value**: the vector that a position contributes (*3.2 Attention*).
 # * **vocabulary**: the tokens and their numbers (*The task we use
 #   throughout*).
