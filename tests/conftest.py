@@ -66,6 +66,20 @@ def built(tmp_path_factory):
     return path
 
 
+@pytest.fixture(scope="session")
+def toy_translator():
+    """The book's own, cached there, but after fewer and smaller updates.
+
+    What the book's recipe reaches is told by its notebook: see
+    test_project.py.
+    """
+    shorter = dict(steps=400, warmup=150, batch_tokens=1024, max_tokens=1024)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in shorter.items():
+            patch.setitem(book.TOY_RECIPE, name, value)
+        return book.toy_translator()[0]
+
+
 TRAINING = {"test_attention", "test_checks"}  # they share one trained model
 
 
