@@ -5,7 +5,6 @@ import base64
 import re
 import shutil
 import subprocess
-from collections import Counter
 from pathlib import Path
 
 import nbformat
@@ -170,6 +169,9 @@ def test_without_scripts_each_chart_is_a_picture():
         for output in cell.get("outputs", [])
         if "data" in output
     )
+    for cell in nb.cells:
+        if cell.cell_type == "code":
+            cell.source = ""  # to colour all the code takes long
     text, _ = HTMLExporter(template_name="basic").from_notebook_node(nb)
     shown = BeautifulSoup(text, "html.parser")
     for script in shown.find_all("script"):
@@ -316,21 +318,6 @@ def test_make_alone_lists_every_target():
     ).stdout
     targets = re.search(r"^\.PHONY: (.*)$", read("Makefile"), re.M)[1].split()
     assert re.findall(r"^  make ([a-z-]+) ", shown, re.M) == targets
-
-
-def test_the_book_defines_no_name_twice():
-    names = Counter()
-    for node in ast.parse(read("annotated_transformer.py")).body:
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            names[node.name] += 1
-        elif isinstance(node, ast.Assign):
-            for part in map(ast.walk, node.targets):
-                names.update(
-                    n.id
-                    for n in part
-                    if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
-                )
-    assert [name for name, times in names.items() if times > 1] == []
 
 
 def test_text_files_are_utf8_with_plain_line_ends():
