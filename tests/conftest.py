@@ -66,15 +66,37 @@ def built(tmp_path_factory):
     return path
 
 
+@pytest.fixture(scope="session")
+def toy_translator():
+    """The book's own, cached there, but after fewer and smaller updates.
+
+    What the book's recipe reaches is told by its notebook: see
+    test_project.py.
+    """
+    shorter = dict(steps=400, warmup=150, batch_tokens=1024, max_tokens=1024)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in shorter.items():
+            patch.setitem(book.TOY_RECIPE, name, value)
+        return book.toy_translator()[0]
+
+
 TRAINING = {"test_attention", "test_checks"}  # they share one trained model
+
+
+# What takes longest begins first, so that nothing runs alone at the end.
+LONGEST = ["test_browser", "test_lasting", "test_distributed", "training",
+           "test_commands", "test_scale"]  # fmt: skip
 
 
 def pytest_collection_modifyitems(items):
     """Keep a file's tests together; skip what needs a GPU without one."""
+    groups = {}
     for item in items:
         name = item.path.stem
-        group = "training" if name in TRAINING else name
-        item.add_marker(pytest.mark.xdist_group(group))
+        groups[item] = "training" if name in TRAINING else name
+        item.add_marker(pytest.mark.xdist_group(groups[item]))
+    places = {group: place for place, group in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(groups[item], len(places)))
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

@@ -1,6 +1,7 @@
 """What the tests of the command line and of long runs share."""
 
 import contextlib
+import functools
 import importlib
 import io
 import os
@@ -87,6 +88,11 @@ def training_command(corpus, out, steps, *more):
         "train", "--corpus", corpus, "--out", out, "--steps", steps,
         "--save-every", 100, "--pieces", 0, "--device", "cpu", *more,
     ]  # fmt: skip
+
+
+def write_little(patch):
+    """Cut what untrained models write, who do not know an end, short."""
+    patch.setattr(book, "greedy", functools.partial(book.greedy, extra=5))
 
 
 def trained(corpus, out, *details):

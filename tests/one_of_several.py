@@ -128,6 +128,7 @@ def probe(folder):
 
 if __name__ == "__main__":
     book.PRESETS["tiny"] = SMALL
+    book.greedy = partial(book.greedy, extra=5)  # as helpers.write_little
     arguments = sys.argv[1:]
     if arguments[0] == "probe":
         _, folder, *arguments = arguments

@@ -9,8 +9,8 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def translator():
-    return book.toy_translator()[0]
+def translator(toy_translator):
+    return toy_translator
 
 
 def test_unseen_combinations_reach_bleu_95(translator):

@@ -37,6 +37,15 @@ COMMANDS = ["copy", "train", "translate", "evaluate", "diversify", "curves",
 # ------------------------------------------------------------------- two runs
 
 
+@pytest.fixture(scope="module", autouse=True)
+def smaller():
+    """Make the preset tiny smaller, for runs in this process."""
+    sizes = dict(N=2, d_model=64, d_ff=64, h=4, dropout=0.3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(book.PRESETS, "tiny", sizes)
+        yield
+
+
 @pytest.fixture(scope="module")
 def model(corpus, tmp_path_factory):
     """The folder of a model after six updates; not to be written to."""

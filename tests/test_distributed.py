@@ -22,6 +22,7 @@ from helpers import (
     trained,
     training_command,
     weights,
+    write_little,
 )
 
 import annotated_transformer as book
@@ -43,6 +44,7 @@ STEPS = 12
 def small(monkeypatch):
     """Make the preset tiny very small here too."""
     monkeypatch.setitem(book.PRESETS, "tiny", one_of_several.SMALL)
+    write_little(monkeypatch)
 
 
 def torchrun(*arguments, restarts=0, processes=2, **environment):

@@ -27,6 +27,7 @@ from helpers import (
     trained,
     training_command,
     weights,
+    write_little,
 )
 
 import annotated_transformer as book
@@ -47,6 +48,7 @@ def small(monkeypatch):
     """Make the preset tiny very small, for runs in this process."""
     sizes = dict(N=1, d_model=16, d_ff=16, h=2, dropout=0.1)
     monkeypatch.setitem(book.PRESETS, "tiny", sizes)
+    write_little(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -133,8 +135,7 @@ def test_a_run_killed_many_times_ends_the_same(few, whole, tmp_path, seed):
         for path in out.glob("*.pt"):  # what is there is whole
             torch.load(path, weights_only=True)
     assert kills > 1
-    arguments = training_command(few, out, 12, *LEVERS, "--resume")
-    assert fresh(*arguments).returncode == 0
+    resume(few, out, 12, *LEVERS)
     assert same_run(out, whole)
 
 

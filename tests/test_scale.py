@@ -22,6 +22,7 @@ from helpers import (
     same,
     trained,
     training_command,
+    write_little,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -39,6 +40,7 @@ def small(monkeypatch):
     """Make the preset tiny very small."""
     sizes = dict(N=1, d_model=16, d_ff=16, h=2, dropout=0.1)
     monkeypatch.setitem(book.PRESETS, "tiny", sizes)
+    write_little(monkeypatch)
 
 
 @pytest.fixture

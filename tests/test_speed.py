@@ -113,6 +113,8 @@ def test_a_fast_model_in_use_keeps_its_attention_weights_for_the_charts():
 
 def test_every_form_of_the_chart_trains(monkeypatch):
     """Each form is measured, on this processor with 16 bits too."""
+    sizes = dict(N=1, d_model=16, d_ff=16, h=2, dropout=0.1)
+    monkeypatch.setitem(book.PRESETS, "tiny", sizes)
     monkeypatch.setattr(book, "half_pays", lambda device: True)
     rates = book.speeds(vocab=50, turns=1)
     assert list(rates) == list(book.FORMS)
