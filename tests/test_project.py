@@ -335,3 +335,22 @@ def test_no_file_names_a_folder_of_one_machine_or_a_registry():
             text = path.read_text(encoding="utf-8")
             found = re.search(f"{folders}|{registry}", text)
             assert not found, f"{path.name}: {found[0]}"
+
+
+def test_every_work_that_is_named_is_in_the_list():
+    """By authors and year, as (Xiong et al., 2020) or Xiong et al. (2020)."""
+    text, close = (
+        " ".join(re.sub(r"(?m)^# ?", "", part).split())
+        for part in notebook.SOURCE.read_text(encoding="utf-8").split(
+            "# ## Close\n"
+        )
+    )
+    year = r"(?:18|19|20)\d\d"
+    names = r"[A-Z]\w+(?: and [A-Z]\w+| et al\.)?"
+    named = {
+        (m[1], m[2]) for m in re.finditer(rf"({names}),? \(?({year})\b", text)
+    }
+    named -= {("In", "2017"), ("Before", "2017"), ("WMT", "2014")}
+    listed = set(re.findall(rf"\* ({names}) \(({year})\), \*", close))
+    assert len(named) > 20
+    assert named <= listed, sorted(named - listed)
