@@ -54,7 +54,7 @@
 #
 # In Colab, the next cell installs what is missing there. Elsewhere, if you
 # have this file alone, install what it needs with `pip install torch
-# "altair<6" pandas vl-convert-python tqdm spacy torchtext==0.6.0
+# "altair>=5.5,<6" pandas vl-convert-python tqdm spacy torchtext==0.6.0
 # sentencepiece sacrebleu GPUtil setuptools`.
 #
 # **Edit.** Change anything and run the cell again. The checks will tell
@@ -136,7 +136,9 @@ import subprocess
 import sys
 from importlib import metadata
 
-PACKAGES = "altair<6 pandas vl-convert-python tqdm spacy torchtext==0.6.0 "
+PACKAGES = (
+    "altair>=5.5,<6 pandas vl-convert-python tqdm spacy torchtext==0.6.0 "
+)
 PACKAGES += "sentencepiece sacrebleu GPUtil setuptools"
 
 
@@ -404,7 +406,7 @@ class Exercise:
     """What a function must do, given as a slow one that does it."""
 
     def __init__(self, spec):
-        self.spec, self.judge, self.slips = spec, self.compare, {}
+        self.spec, self.judge, self.slips = spec, None, {}
         self.draw = self.blank = None
 
     def judged_by(self, draw=None, slips=None, judge=None):
@@ -445,6 +447,8 @@ class Exercise:
 
     def verdict(self, answer):
         """What is wrong with an answer; an error in it counts as wrong."""
+        if self.judge is None:
+            return "run the folded cell first: it says how answers are tried"
         try:
             return run_seeded(partial(self.judge, answer))
         except Exception as error:  # whatever a reader's code may raise
@@ -485,7 +489,8 @@ def line_in(answer, error):
     files.discard(globals().get("__file__"))  # the judges' own
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if frame.filename in files:
-            return f", in line {frame.lineno}: {frame.line}"
+            text = frame.line and f": {frame.line}"  # not everywhere known
+            return f", in line {frame.lineno}{text}"
     return ""
 
 
@@ -6575,8 +6580,10 @@ class Recipe:
                 raise InputError(f"{name} must be in [0, 1)")
         if not 0 <= self.seed < 2**32:
             raise InputError("seed must be at least 0 and below 2**32")
-        if self.r_drop < 0:
-            raise InputError("r_drop must not be negative")
+        if not 0 < self.factor < math.inf:
+            raise InputError("factor must be a number above 0")
+        if not 0 <= self.r_drop < math.inf:
+            raise InputError("r_drop must be a number from 0 on")
         if self.decay not in ("root", "linear"):
             raise InputError('decay must be "root" or "linear"')
 
@@ -7728,9 +7735,9 @@ def random_batches(pairs, size=128, seed=0):
 
 
 # %%
-def training_in_form(form, config, pairs, places=1024):
-    """Endless Updates, with the means of FORMS up to `form`."""
-    have = FORMS[: FORMS.index(form) + 1]
+def training_in_form(form, config, pairs, places=1024, forms=FORMS):
+    """Endless Updates, with the means of `forms` up to `form`."""
+    have = forms[: forms.index(form) + 1]
     torch.manual_seed(0)
     model, classes, half = Transformer(config), {}, "16-bit products" in have
     classes |= {Dropout: ByteDropout} if "dropout from bytes" in have else {}
@@ -7755,7 +7762,10 @@ def speeds(vocab=5000, turns=3, forms=None):
     forms = forms or [
         f for f in FORMS if "16" not in f or half_pays(pick_device("cpu"))
     ]
-    runs = {form: training_in_form(form, config, pairs) for form in forms}
+    runs = {
+        form: training_in_form(form, config, pairs, forms=forms)
+        for form in forms
+    }
     best = dict.fromkeys(runs, 0.0)
     for turn in range(turns + 1):
         for form, updates in runs.items():
@@ -7792,8 +7802,9 @@ def one_means_after_another():
     base = best[FORMS[0]]
     print(f"{each / 1e6:.1f} million operations for a token")
     print("tokens/s  times  of the limit")
+    half = False
     for form, rate in best.items():
-        half = "16-bit products" in FORMS[: FORMS.index(form) + 1]
+        half |= form == "16-bit products"
         limit = product_rate(torch.bfloat16 if half else torch.float) / each
         print(f"{rate:8,.0f}  {rate / base:5.1f}  {rate / limit:12.0%}", form)
     wide = alt.Axis(labelLimit=300)
@@ -15416,8 +15427,6 @@ dist.destroy_process_group()
 
 def added_by_processes(gradients):
     """What each of two processes has after adding; None if they failed."""
-    import tempfile
-
     with tempfile.TemporaryDirectory() as folder:
         for rank, gradient in enumerate(gradients):
             torch.save(gradient, f"{folder}/gradient-{rank}.pt")
@@ -15435,7 +15444,8 @@ def added_by_processes(gradients):
             process.wait()
         if any(codes):
             return None
-        return [torch.load(f"{folder}/sum-{rank}.pt") for rank in range(2)]
+        sums = [f"{folder}/sum-{rank}.pt" for rank in range(2)]
+        return [torch.load(path, weights_only=True) for path in sums]
 
 
 # %% [markdown]
@@ -16472,6 +16482,8 @@ def run_claims(args):
         names = sorted(CLAIMS, key=by_section)
         known = "".join(f"\n  {CLAIMS[n].section:<6} {n}" for n in names)
         raise InputError(f"no claim {min(unknown)!r}; there are:{known}")
+    if args.resume and not args.out:
+        raise InputError("--resume needs the file of --out")
     path = Path(args.out) if args.out else None
     record = found_before(path) if path else {}
     done = record if args.resume else {}
@@ -16557,7 +16569,8 @@ def announce(device, expected=""):
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     else:
-        name = f"{torch.get_num_threads()} threads"
+        threads = torch.get_num_threads()
+        name = f"{threads} thread{'s' * (threads > 1)}"
     number = place()[1]
     each = f", each of {number} processes" if number > 1 else ""
     say(f"device: {device} ({name}){each}{expected}")
@@ -16569,6 +16582,7 @@ def announce(device, expected=""):
 
 # %% tags=["plumbing"]
 def run_copy(args):
+    Recipe(seed=args.seed)  # refuses what can't be a seed
     device = pick_device(args.device)
     quick = device.type == "cpu"
     announce(device, ", expected time: about 10 seconds" if quick else "")
@@ -17064,7 +17078,10 @@ def begin_diversified(out, facts):
     """Make the folder, or see that it was begun with these facts."""
     path = out / "made.json"
     if path.exists():
-        if json.loads(path.read_text(encoding="utf-8")) != facts:
+        begun = None
+        with contextlib.suppress(ValueError):  # damaged
+            begun = json.loads(path.read_text(encoding="utf-8"))
+        if begun != facts:
             raise InputError(
                 f"{out} was begun with another corpus, other models or "
                 "settings; choose another --out"
@@ -17166,6 +17183,8 @@ def run_curves(args):
     path = Path(args.out)
     if path.suffix not in (".svg", ".png", ".html"):
         raise InputError(f"{path}: the picture must be .svg, .png or .html")
+    if not path.parent.is_dir():
+        raise InputError(f"{path}: no such folder")
     training_curves(Path(args.model)).save(path)
     say(f"done: {path}")
 
@@ -17196,7 +17215,12 @@ NUMBERS = (
     ("--pieces", int, "size of the vocabulary of pieces; 0: whole words"),
     ("--warmup", int, "updates of rising learning rate"),
     ("--factor", float, "on the learning rate"),
-    ("--batch-tokens", int, "places in an update, on the longer side"),
+    (
+        "--batch-tokens",
+        int,
+        "places in an update, on the longer side; rounded "
+        "to a multiple of --max-tokens",
+    ),
     ("--max-tokens", int, "of them at once (4096 a process)"),
 )
 LEVERS = (

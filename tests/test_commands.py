@@ -590,6 +590,9 @@ def test_another_larger_corpus_is_not_gone_on_with(
     assert "another --out" in refused(capsys, *diversify(pairs, out, back))
     command = diversify(pairs, small, small)
     assert "not empty" in refused(capsys, *command)
+    (out / "made.json").write_text("{", encoding="utf-8")
+    assert "another --out" in refused(capsys, *diversify(pairs, out, small))
+    (out / "made.json").write_bytes(before["made.json"])
     command = [*diversify(pairs, out, small), "--src", "fr"]
     assert "translates de to en" in refused(capsys, *command)
     assert contents(out) == before
@@ -617,6 +620,16 @@ def test_curves_are_drawn_from_the_log(capsys, model, tmp_path, ending, start):
 def test_a_picture_of_another_kind_is_refused(capsys, model, tmp_path, name):
     arguments = ["curves", "--model", model, "--out", tmp_path / name]
     assert ".svg" in refused(capsys, *arguments)
+
+
+def test_a_picture_needs_its_folder(capsys, model, tmp_path):
+    path = tmp_path / "none" / "curves.svg"
+    said = refused(capsys, "curves", "--model", model, "--out", path)
+    assert said == f"error: {path}: no such folder"
+
+
+def test_a_seed_too_large_is_named(capsys):
+    assert "seed must be" in refused(capsys, "copy", "--seed", 2**70)
 
 
 def test_without_a_log_there_are_no_curves(capsys, tmp_path):

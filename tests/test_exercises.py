@@ -110,6 +110,11 @@ def test_an_error_names_the_line_of_the_answer():
     assert said.endswith(": return self.lost")
 
 
+def test_an_exercise_without_its_judge_says_so():
+    made = book.Exercise(lambda x: x.sum(0))
+    assert "folded cell" in made.verdict(lambda x: x.sum(0))
+
+
 def test_a_right_answer_is_right():
     assert a_sum().verdict(lambda x: x[0] + x[1]) == ""
     assert book.difference((1, 2.0), (1, 2.0)) == ""

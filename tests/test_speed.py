@@ -120,7 +120,17 @@ def test_every_form_of_the_chart_trains(monkeypatch):
     assert list(rates) == list(book.FORMS)
     assert all(rate > 0 for rate in rates.values())
     monkeypatch.setattr(book, "half_pays", lambda device: False)
+    models, train = [], book.training
+
+    def watched(model, *how, **more):
+        models.append(model)
+        return train(model, *how, **more)
+
+    monkeypatch.setattr(book, "training", watched)
     assert "16-bit products" not in book.speeds(vocab=50, turns=1)
+    kinds = {type(part) for model in models for part in model.modules()}
+    assert len(models) == len(book.FORMS) - 1
+    assert kinds.isdisjoint(book.HALF.values())
 
 
 @pytest.mark.parametrize("p", [0.1, 0.3, 0.5, 0.9])

@@ -321,7 +321,10 @@ def test_perplexity_knows_neither_smoothing_nor_padding():
         (dict(smoothing=1.0), r"smoothing must be in \[0, 1\)"),
         (dict(ema=1.0), r"ema must be in \[0, 1\)"),
         (dict(bpe_dropout=1.0), r"bpe_dropout must be in \[0, 1\)"),
-        (dict(r_drop=-1.0), "r_drop must not be negative"),
+        (dict(r_drop=-1.0), "r_drop must be a number from 0 on"),
+        (dict(r_drop=math.nan), "r_drop must be a number from 0 on"),
+        (dict(factor=0.0), "factor must be a number above 0"),
+        (dict(factor=math.nan), "factor must be a number above 0"),
         (dict(decay="fast"), 'decay must be "root" or "linear"'),
     ],
 )
