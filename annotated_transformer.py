@@ -1592,6 +1592,8 @@ def residual_then_norm(norm_first=False):
 
 
 # %% [markdown]
+# #### The layers
+#
 # An encoder layer has two sub-layers: self-attention, in which each source
 # position looks at all source positions, and the feed-forward network.
 # Their classes follow in Sections 3.2 and 3.3; here it is enough that
@@ -17516,8 +17518,7 @@ def main(argv):
 #   masks*).
 # * **checkpoint**: the weights at one moment of training, kept (*6.1 Averaging
 #   checkpoints*).
-# * **cross-attention**: attention of the decoder at the memory (*3.1 Encoder
-#   and decoder stacks*).
+# * **cross-attention**: attention of the decoder at the memory (*The layers*).
 # * **cross-entropy**: the mean of −ln of the probability of the right word
 #   (*The full model*).
 # * **decoder**: the stack that reads the target so far and the memory (*3 The
@@ -17563,8 +17564,7 @@ def main(argv):
 # * **query**: the vector with which a position asks (*3.2 Attention*).
 # * **residual connection**: a sub-layer's input, added to its output (*3.1
 #   Encoder and decoder stacks*).
-# * **self-attention**: attention within one sentence (*3.1 Encoder and
-#   decoder stacks*).
+# * **self-attention**: attention within one sentence (*The layers*).
 # * **softmax**: e to the power of each score, divided by the sum of all
 #   (*3.2.1 Scaled dot-product attention*).
 # * **state**: what the decoder gives for one place, from which logits come

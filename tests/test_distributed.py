@@ -151,7 +151,7 @@ def test_only_the_first_process_writes(plain):
 def test_only_the_first_process_speaks(plain):
     assert plain.stdout == ""
     for words in (
-        "device: cpu (1 threads), each of 2 processes",
+        "device: cpu (1 thread), each of 2 processes",
         "50 training pairs",
         "update 4: validation",
         "done: ",

@@ -229,7 +229,7 @@ def test_colab_gets_what_is_missing_and_keeps_its_torch(
     )
     book.install_missing()
     if missing is None:
-        missing = ["altair<6", "torchtext==0.6.0"]
+        missing = ["altair>=5.5,<6", "torchtext==0.6.0"]
     assert [a for a in asked if a in book.PACKAGES.split()] == missing
     assert bool(asked) == bool(missing)
     assert "torch" not in asked and "--upgrade" not in asked
