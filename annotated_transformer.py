@@ -344,8 +344,7 @@ def out_of_reach(name, section, text, why):
 # %% tags=["plumbing"]
 EXERCISES = {}
 UNFILLED = (
-    "Not filled in yet: put your code in place of the dots, and return what "
-    "it finds."
+    "Not filled in yet: replace the dots by code that returns the result."
 )
 
 
@@ -461,7 +460,8 @@ class Exercise:
         if NOTEBOOK:
             wrong = self.verdict(answer)
             if wrong == UNFILLED:
-                print(UNFILLED, *(self.spec.__doc__ or "").split())
+                print(UNFILLED)
+                print(" ".join((self.spec.__doc__ or "").split()))
             elif wrong:
                 print("Not yet:", wrong)
             else:
