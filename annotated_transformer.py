@@ -86,8 +86,8 @@
 # N is the number of layers. K and V are also the keys and values, as in the
 # paper, and `F` is also `torch.nn.functional`, as everywhere.
 #
-# Masks are boolean, and **True means "may attend"**, everywhere. All symbols
-# and terms stand in *Notation and glossary*, near the end.
+# Masks are boolean, and **True means "may attend"**, everywhere. The other
+# symbols, and all terms, stand in *Notation and glossary*, near the end.
 
 # %% [markdown]
 # <details>
@@ -2275,7 +2275,8 @@ def ask(q, K, V): ...
 # **Scores of a thousand** (two lines). The weights are e^score as a share of
 # the row's sum. But e¹⁰⁰⁰ is more than a float can hold, and e⁻¹⁰⁰⁰ is 0.
 # The cell does without either, at the price of a loop in a loop. Write the
-# softmax with `exp` and `sum` only, so that no score is too large or small.
+# softmax yourself, with `exp` and `sum`, so that no score is too large or
+# small.
 
 
 # %%
@@ -2291,7 +2292,9 @@ def softmax_in_loops(scores):
 
 # %% tags=["exercise"]
 def draw_large_scores():
-    return (torch.randn(3, 5) + torch.tensor([[0.0], [1000.0], [-1000.0]]),)
+    scores = torch.randn(4, 5) + torch.tensor([[0.0], [1e3], [-1e3], [0.0]])
+    scores[3] *= 1000  # a row that spreads wide
+    return (scores,)
 
 
 def softmax_after(change):
@@ -2443,21 +2446,25 @@ class Passing(tuple):
 
 
 def draw_passing():
-    sizes = torch.randint(1, 5, (3,)).tolist()
-    blocks = [(torch.randn(n, 4), torch.randn(n, 2)) for n in sizes]
-    return torch.randn(4) * 1000 ** torch.randint(2, ()), Passing(blocks)
+    sizes, kind = torch.randint(1, 5, (3,)).tolist(), int(torch.randint(3, ()))
+    q = torch.randn(4) * (1, 1000, 1000)[kind]
+    below = 5 * F.normalize(q, dim=0) * (kind == 2)  # so that all scores are
+    blocks = [(torch.randn(n, 4) - below, torch.randn(n, 2)) for n in sizes]
+    return q, Passing(blocks)
 
 
-def running_sums(top):
-    """Sums of e^(score − top) over the blocks, the old ones left as is."""
+def running_sums(top, start=-math.inf, scaled=False):
+    """Sums of e^(score − top) over the blocks, but for what is wrong."""
 
     def answer(q, blocks):
-        total, weighted, largest = 0.0, 0.0, torch.tensor(-math.inf)
+        total, weighted, largest = 0.0, 0.0, torch.tensor(start)
         for K, V in blocks:
             scores = K @ q / math.sqrt(len(q))
-            largest = top(largest, scores.max())
+            before, largest = largest, top(largest, scores.max())
             shares = (scores - largest).exp()
-            total, weighted = total + shares.sum(), weighted + shares @ V
+            shrink = (before - largest).exp() if scaled else 1.0
+            total = total * shrink + shares.sum()
+            weighted = weighted * shrink + shares @ V
         return weighted / total
 
     return answer
@@ -2471,6 +2478,8 @@ def look_at_the_end(q, blocks):
 attention_at_once.judged_by(
     draw_passing,
     {
+        "the largest score so far begins at 0, and all may lie far below: "
+        "begin at −∞": running_sums(torch.maximum, 0.0, scaled=True),
         "e^score is inf for a large score: no largest score is taken off": (
             running_sums(lambda old, new: 0.0)
         ),
@@ -3067,10 +3076,10 @@ def look_back_mask(length, r): ...
 
 
 # %% [markdown]
-# **Several sentences in one row** (a line). Padding is a waste. Some put
-# sentences end to end instead, and number them: 0 0 0 1 1 2 2 2 2. Then a word
-# may look at its own sentence only, and not at its future. The result should
-# serve all heads, as our masks do.
+# **Several sentences in one row** (two lines). Padding is a waste. Some put
+# sentences end to end instead, and number them: 0 0 0 1 1 2 2 2 2. Then a
+# word may look at its own sentence only, and not at its future. The result
+# should serve all heads, as our masks do.
 
 
 # %%
@@ -3402,7 +3411,7 @@ def embeddings_times_the_root(d_model=512, way_back=False):
 # %% [markdown]
 # #### Exercises
 #
-# **What the words learn** (a line). `grad` says for each position how the
+# **What the words learn** (two lines). `grad` says for each position how the
 # loss changes with the vector that the embedding gave there. Wanted is the
 # gradient of the whole table, a row for each word of the vocabulary. Find it
 # without autograd. A word may stand at several places, or at none.
@@ -5797,7 +5806,7 @@ def divergence_has_the_same_gradient():
 # %% [markdown]
 # #### Exercises
 #
-# **The floor** (three lines). With smoothing the loss of a token can't fall to
+# **The floor** (four lines). With smoothing the loss of a token can't fall to
 # 0. It is least where the model gives just the targets, and there it is their
 # entropy. How much is that, for V words and smoothing ε, without a loop?
 
@@ -8386,8 +8395,9 @@ def the_copy_task():
 # **What to notice.** At first the loss stays above 2, hardly better than
 # guessing. Then the model finds where to look, and it drops. It ends at 0.55,
 # not at 0: less is not possible against smoothed targets (Section 5.4: the
-# model is asked to leave a tenth of the probability to all tokens alike). It
-# is their entropy: 0.907 for the right token, 0.007 for each of 13 others.
+# model is asked to leave a tenth of the probability to all tokens alike).
+# That is what 0.907 for the right token and 0.007 for each of 13 others cost
+# at least.
 
 # %% [markdown]
 # ### Positions, tried
@@ -9966,7 +9976,8 @@ def its_mistakes():
 # **What to notice.** The verbs are found wherever they hide. What goes wrong
 # is small: a singular for a plural whose form is the same in German
 # (*Schlüssel*: key or keys), a word or a phrase left out, or one in place of
-# another. (Which sentences are wrong may differ from machine to machine.)
+# another (not among these four). (Which sentences are wrong may differ from
+# machine to machine.)
 #
 # And the question everyone asks of a trained model: *how do I translate
 # my own sentence?* Like this. The second sentence is good German as well,
@@ -12045,9 +12056,9 @@ def the_model_learns_to_parse(updates=1400):
 
 # %% [markdown]
 # The paper's model was better than a parser built on a grammar, though it had
-# seen no other sentences. Ours against the rules counted in its own: by F1,
-# and by a point at least, for 400 sentences tell no finer. (With
-# `measure="exact"` whole trees are counted.)
+# seen no other sentences. Ours against the rules counted in its own: by F1.
+# Less than a point either way decides nothing, for 400 sentences tell no
+# finer. (With `measure="exact"` whole trees are counted.)
 
 
 # %% tags=["claim"]
@@ -12057,7 +12068,8 @@ def the_model_learns_to_parse(updates=1400):
 )  # fmt: skip
 def parses_better_than_a_grammar(updates=1400, measure="F1"):
     ours, rules = scores_of_both("test", updates)
-    return ours[measure] - rules[measure] >= 0.01, (
+    gap = ours[measure] - rules[measure]
+    return gap > 0 if abs(gap) >= 0.01 else None, (
         f"F1 {ours['F1']:.1%} against {rules['F1']:.1%} for rules counted in "
         f"the same trees; exactly right {ours['exact']:.1%} against "
         f"{rules['exact']:.1%}; after {updates} updates"
@@ -12727,9 +12739,9 @@ def role_scores(translator, pairs, roles=ROLES):
 
 
 # %% [markdown]
-# To **remove** a head is to put zeros into those columns of W^O that read it.
-# Then nothing of what it found gets out, and the other heads of its layer
-# are as they were.
+# To **remove** a head is to put zeros into those rows of W^O that read it
+# (columns of `W_O.weight`, which is transposed). Then nothing of what it
+# found gets out, and the other heads of its layer are as they were.
 
 
 # %%
@@ -15345,14 +15357,14 @@ def first():
 
 
 # %% [markdown]
-# **What is the same.** Every process draws the same batches in the same order
-# and takes every K-th sentence of each. A batch is sorted by length, so the
-# shares have nearly as much work. The update is then the same update,
-# however many processes there are, up to rounding and to dropout, for which
-# each process draws random numbers of its own. If a batch has fewer sentences
-# than there are processes, some have nothing to do. But everyone must take
-# part in the sum, so they take one sentence without its labels, whose
-# gradient is zero.
+# **What is the same.** Of K processes, each draws the same batches in the
+# same order and takes every K-th sentence of each. A batch is sorted by
+# length, so the shares have nearly as much work. The update is then the same
+# update, however many processes there are, up to rounding and to dropout, for
+# which each process draws random numbers of its own. If a batch has fewer
+# sentences than there are processes, some have nothing to do. But everyone
+# must take part in the sum, so they take one sentence without its labels,
+# whose gradient is zero.
 
 
 # %%
@@ -17544,8 +17556,8 @@ def main(argv):
 #   Regularization*).
 # * **layer normalization**: mean 0 and variance 1 for each position by itself
 #   (*3.1 Encoder and decoder stacks*).
-# * **learning rate**: by what the step of an update is multiplied (*5.3
-#   Optimizer*).
+# * **learning rate**: by what the step of an update is multiplied (*3 The
+#   model*).
 # * **logit**: the score of a word, before the softmax (*3.4 Embeddings and
 #   softmax*).
 # * **loss**: how badly the model has predicted, in one number (*3 The model*).

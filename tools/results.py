@@ -92,6 +92,8 @@ def record(args):
         facts["before"] = args.before
     if args.note:
         facts["note"] = args.note
+    if args.pairs:
+        facts["pairs"] = args.pairs
     for part in ("val", TEST):
         pairs = book.corpus_part(args.corpus, part, *languages)
         facts[part], _ = book.measure(translator, pairs, args.beam, args.alpha)
@@ -243,7 +245,8 @@ def multi30k_table():
     for path in sorted(RESULTS.glob("multi30k-*.json")):
         r = json.loads(path.read_text("utf-8"))
         same = {k: v for k, v in r["recipe"].items() if k != "seed"}
-        key = r["direction"], r["commit"], json.dumps([same, r["config"]])
+        name = ", ".join(filter(None, [r["direction"], r.get("pairs")]))
+        key = name, r["commit"], json.dumps([same, r["config"]])
         groups.setdefault(key, []).append(r)
     for (name, commit, _), runs in groups.items():
         test, val = ([r[part] for r in runs] for part in (TEST, "val"))
@@ -380,12 +383,28 @@ def long_claims():
     return lines
 
 
+def diversified_table():
+    """Return the lines that compare two curves, update by update."""
+    names = "multi30k-en-de", "multi30k-en-de-diversified"
+    if not all(map(read, names)):
+        return ["Not measured yet."]
+    plain, more = (
+        {step: score for step, _, score in read(name)["curve"]}
+        for name in names
+    )
+    lines = ["| updates | real pairs | diversified |", "|---|---|---|"]
+    for step in (1000, 5000, 10_000, 15_000, 20_000):
+        lines.append(f"| {step:,} | {plain[step]:.1f} | {more[step]:.1f} |")
+    return lines
+
+
 EXPECTED = "multi30k-en-de"
 TABLES = {
     "multi30k": multi30k_table,
     "expect": expect_table,
     "averaging": averaging_table,
     "levers": levers_table,
+    "diversified": diversified_table,
     "speed": speed_table,
     "claims": claims_table,
     "long claims": long_claims,
@@ -434,6 +453,7 @@ def main():
     sub.add_argument("--beam", type=int, default=4)
     sub.add_argument("--alpha", type=float, default=0.6)
     sub.add_argument("--note", default="")
+    sub.add_argument("--pairs", default="", help="if not the real ones alone")
     sub.add_argument("--before", metavar="NAME")
     sub = commands.add_parser("publish")
     for argument in ("name", "run", "folder"):
