@@ -7524,10 +7524,11 @@ def dropout_keeps_the_mean():
 # **Products in 16 bits.** Nearly all of an update's arithmetic is products of
 # matrices, and some processors multiply numbers of 16 bits about twice as
 # fast as those of 32. In `bfloat16` a number keeps its range and loses
-# digits: 8 bits of precision, where a `float32` has 24. So only the factors
-# of the products are rounded, in training; sums are in 32 bits, and so are
-# the weights, Adam's moments, norms and softmax. The model stays as it is:
-# its linear maps change their class, not their weights.
+# digits: 8 bits of precision, where a `float32` has 24. So only products are
+# rounded, in training: their factors and their results, not what is added up
+# between. All else is in 32 bits: the weights, Adam's moments, norms and
+# softmax. The model stays as it is: its linear maps change their class, not
+# their weights.
 
 
 # %%
@@ -8387,17 +8388,17 @@ def the_copy_task():
         "smoothed loss per token",
         "Learning to copy",
         "Line chart: the loss falls steeply once the model has found "
-        "where to look, then stays at the floor that smoothing sets.",
+        "where to look, and ends at the floor that smoothing sets.",
     )
 
 
 # %% [markdown]
 # **What to notice.** At first the loss stays above 2, hardly better than
-# guessing. Then the model finds where to look, and it drops. It ends at 0.55,
-# not at 0: less is not possible against smoothed targets (Section 5.4: the
-# model is asked to leave a tenth of the probability to all tokens alike).
-# That is what 0.907 for the right token and 0.007 for each of 13 others cost
-# at least.
+# guessing. Then the model finds where to look, and it drops. (It may jump up
+# again on the way, and come back.) It ends at 0.55, not at 0: less is not
+# possible against smoothed targets (Section 5.4: the model is asked to leave
+# a tenth of the probability to all tokens alike). That is what 0.907 for the
+# right token and 0.007 for each of 13 others cost at least.
 
 # %% [markdown]
 # ### Positions, tried
@@ -14081,13 +14082,14 @@ def gallery_of_bugs():
 # %% [markdown]
 # **What to notice.** The loss gives away few of them, and some of those only
 # to one who knows what it should be. In the second group the training looks
-# perfect, and the model is useless or damaged: only what it writes freely
-# tells. In the last group no number tells (but for the last line's
-# perplexity, which is itself the bug). Such a bug costs quality that nobody
-# misses, or it waits for longer sentences, wider heads, more padding, or
-# weights from elsewhere. (Whether 290 of 300 are harm or chance, one run
-# can't say.) The checks catch them all without any training: most are those
-# of the chapters, and the rest were the reason to write eight more.
+# perfect, and the model is useless or damaged: what it writes freely tells,
+# and of about half of them perplexity too. In the last group no number tells
+# (but for the last line's perplexity, which is itself the bug). Such a bug
+# costs quality that nobody misses, or it waits for longer sentences, wider
+# heads, more padding, or weights from elsewhere. (Whether 290 of 300 are harm
+# or chance, one run can't say.) The checks catch them all without any
+# training: most are those of the chapters, and the rest were the reason to
+# write eight more.
 #
 # **Ten things to test before you train** code of your own, and the check that
 # shows how:
@@ -16502,11 +16504,12 @@ def run_claims(args):
     record = found_before(path) if path else {}
     done = record if args.resume else {}
     for name in args.names or sorted(CLAIMS, key=by_section):
-        if name in done:
-            continue
-        facts = entry(name, args.full)
         long = " --full" if args.full else ""
-        facts["command"] = f"annotated_transformer.py claims {name}{long}"
+        command = f"annotated_transformer.py claims {name}{long}"
+        if name in done and done[name].get("command", command) == command:
+            continue  # but not if the record has the other form
+        facts = entry(name, args.full)
+        facts["command"] = command
         facts |= {"commit": args.commit, "torch": torch.__version__}
         print(f"{facts['section']:<6} {name}: {facts['verdict']}", flush=True)
         print(f"       {facts['found']}", flush=True)

@@ -100,6 +100,16 @@ def test_a_run_that_was_stopped_goes_on_with_what_is_missing(tmp_path, capsys):
     assert found[QUICK[1]]["verdict"] in book.VERDICTS
 
 
+def test_a_record_of_the_short_form_is_no_long_form(tmp_path):
+    path = tmp_path / "claims.json"
+    short = {"verdict": "kept", "command": "claims that were short"}
+    path.write_text(json.dumps({QUICK[0]: short}), encoding="utf-8")
+    arguments = ["claims", QUICK[0], "--full", "--resume"]
+    assert book.main([*arguments, "--out", str(path)]) == 0
+    found = json.loads(path.read_text(encoding="utf-8"))[QUICK[0]]
+    assert found["verdict"] != "kept" and "--full" in found["command"]
+
+
 def test_a_claim_that_is_not_there_is_named(capsys):
     assert book.main(["claims", "that_the_moon_is_cheese"]) == 2
     assert "that_the_moon_is_cheese" in capsys.readouterr().err

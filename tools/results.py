@@ -352,7 +352,9 @@ def speed_table():
 def claim_lines(facts, verdict=""):
     """Return a claim and what was found, as lines of a list."""
     text = f"Section {facts['section']}: {facts['claim']}. {verdict}"
-    text += f"{facts['found'][0].upper()}{facts['found'][1:]}."
+    found = facts["found"]
+    symbol = found.startswith("d_k")  # which stays small
+    text += f"{found if symbol else found[0].upper() + found[1:]}."
     return textwrap.wrap(
         f"* {text}", 76, subsequent_indent="  ", break_long_words=False
     )
