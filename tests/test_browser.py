@@ -485,7 +485,7 @@ def lab(tmp_path):
         "HOME": str(tmp_path / "home"),
     }
     command = [
-        *(sys.executable, "-m", "jupyter", "lab", "--no-browser"),
+        *(sys.executable, "-m", "jupyterlab", "--no-browser"),
         *("--port=0", "--ServerApp.ip=127.0.0.1", "--allow-root"),
         *("--IdentityProvider.token=", "--ServerApp.password="),
         f"--ServerApp.root_dir={tmp_path / 'books'}",
@@ -498,7 +498,11 @@ def lab(tmp_path):
         yield wait_for_server(server, tmp_path)
     finally:
         server.terminate()
-        server.wait(30)
+        try:
+            server.wait(20)
+        except subprocess.TimeoutExpired:  # it waits for its kernels at times
+            server.kill()
+            server.wait()
 
 
 def wait_for_server(server, folder):
