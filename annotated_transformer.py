@@ -726,6 +726,14 @@ def multiplications_in_loops(n, d):
     return attentive, recurrent
 
 
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# Replace each loop by a factor: how often is its body run?
+#
+# </details>
+
+
 # %% tags=["exercise"]
 def draw_layer_sizes():
     return torch.randint(1, 8, ()).item(), torch.randint(2, 9, ()).item()
@@ -751,11 +759,6 @@ multiplications_in_loops.judged_by(
 
 
 # %% [markdown]
-# <details><summary>Hint</summary>
-#
-# Replace each loop by a factor: how often is its body run?
-#
-# </details>
 # <details><summary>Answer</summary>
 #
 # ```python
@@ -1714,6 +1717,16 @@ def norm_gradient_in_loops(x, grad):
     return result
 
 
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# Let y be the result and r = √(σ² + ε). Then ∂μ/∂x = 1/D for each x of a
+# row, and ∂r/∂x comes out as y/D. Both act on every number of the row, so
+# each brings a mean over the row.
+#
+# </details>
+
+
 # %% tags=["exercise"]
 def draw_norm_gradient():
     return tuple(torch.randn(2, 3, 6, dtype=torch.double))
@@ -1743,13 +1756,6 @@ norm_gradient_in_loops.judged_by(
 
 
 # %% [markdown]
-# <details><summary>Hint</summary>
-#
-# Let y be the result and r = √(σ² + ε). Then ∂μ/∂x = 1/D for each x of a
-# row, and ∂r/∂x comes out as y/D. Both act on every number of the row, so
-# each brings a mean over the row.
-#
-# </details>
 # <details><summary>Answer</summary>
 #
 # ```python
@@ -2225,6 +2231,14 @@ def one_query_in_loops(q, K, V):
     return result
 
 
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# `K @ q` holds all products of the query at once.
+#
+# </details>
+
+
 # %% tags=["exercise"]
 def draw_one_query():
     return torch.randn(4), torch.randn(6, 4), torch.randn(6, 4)
@@ -2250,11 +2264,6 @@ one_query_in_loops.judged_by(
 
 
 # %% [markdown]
-# <details><summary>Hint</summary>
-#
-# `K @ q` holds all products of the query at once.
-#
-# </details>
 # <details><summary>Answer</summary>
 #
 # ```python
@@ -2290,6 +2299,14 @@ def softmax_in_loops(scores):
     return result
 
 
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# Add the same number to every score of a row. What happens to the shares?
+#
+# </details>
+
+
 # %% tags=["exercise"]
 def draw_large_scores():
     scores = torch.randn(4, 5) + torch.tensor([[0.0], [1e3], [-1e3], [0.0]])
@@ -2321,11 +2338,6 @@ softmax_in_loops.judged_by(
 
 
 # %% [markdown]
-# <details><summary>Hint</summary>
-#
-# Add the same number to every score of a row. What happens to the shares?
-#
-# </details>
 # <details><summary>Answer</summary>
 #
 # ```python
@@ -2362,6 +2374,15 @@ def nowhere_in_loops(Q, K, V, mask):
     return result
 
 
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# `attention` is right for all other queries. Which ones to mend, the mask
+# says: `any` along the right axis.
+#
+# </details>
+
+
 # %% tags=["exercise"]
 def draw_masked_queries():
     mask = torch.rand(4, 6) < 0.6
@@ -2393,12 +2414,6 @@ nowhere_in_loops.judged_by(
 
 
 # %% [markdown]
-# <details><summary>Hint</summary>
-#
-# `attention` is right for all other queries. Which ones to mend, the mask
-# says: `any` along the right axis.
-#
-# </details>
 # <details><summary>Answer</summary>
 #
 # ```python
@@ -2431,6 +2446,16 @@ def attention_at_once(q, blocks):
     kept = [(K.clone(), V.clone()) for K, V in blocks]
     K, V = map(torch.cat, zip(*kept))
     return attention(q[None], K, V)[0][0]
+
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# Keep the largest score so far, the sum of e^(score − largest), and the same
+# sum with each term times its value. When a larger score comes, by what
+# factor do both sums shrink?
+#
+# </details>
 
 
 # %% tags=["exercise"]
@@ -2493,13 +2518,6 @@ attention_at_once.judged_by(
 
 
 # %% [markdown]
-# <details><summary>Hint</summary>
-#
-# Keep the largest score so far, the sum of e^(score − largest), and the same
-# sum with each term times its value. When a larger score comes, by what
-# factor do both sums shrink?
-#
-# </details>
 # <details><summary>Answer</summary>
 #
 # ```python
@@ -2799,6 +2817,15 @@ def sum_of_heads_in_loops(heads, W_O):
     return result
 
 
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# Two ways lead there: undo what `split` did and multiply once, or cut the
+# rows of W_O into H pieces and let `einsum` add over two axes.
+#
+# </details>
+
+
 # %% tags=["exercise"]
 def draw_some_heads():
     return torch.randn(2, 3, 4, 2), torch.randn(6, 6)
@@ -2826,12 +2853,6 @@ sum_of_heads_in_loops.judged_by(
 
 
 # %% [markdown]
-# <details><summary>Hint</summary>
-#
-# Two ways lead there: undo what `split` did and multiply once, or cut the
-# rows of W_O into H pieces and let `einsum` add over two axes.
-#
-# </details>
 # <details><summary>Answer</summary>
 #
 # ```python
@@ -3019,6 +3040,14 @@ def look_back_in_loops(length, r):
     return mask
 
 
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# A range as a column minus a range as a row is a table of distances.
+#
+# </details>
+
+
 # %% tags=["exercise"]
 def draw_look_back():
     return torch.randint(5, 9, ()).item(), torch.randint(1, 5, ()).item()
@@ -3052,11 +3081,6 @@ look_back_in_loops.judged_by(
 
 
 # %% [markdown]
-# <details><summary>Hint</summary>
-#
-# A range as a column minus a range as a row is a table of distances.
-#
-# </details>
 # <details><summary>Answer</summary>
 #
 # ```python
@@ -3094,6 +3118,15 @@ def row_of_sentences_in_loops(number):
     return mask
 
 
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# Compare the numbers with themselves: once as columns, once as rows. `None`
+# in an index makes an axis of size 1.
+#
+# </details>
+
+
 # %% tags=["exercise"]
 def draw_row_of_sentences():
     return (torch.randint(2, (2, 7)).cumsum(1),)
@@ -3116,12 +3149,6 @@ row_of_sentences_in_loops.judged_by(
 
 
 # %% [markdown]
-# <details><summary>Hint</summary>
-#
-# Compare the numbers with themselves: once as columns, once as rows. `None`
-# in an index makes an axis of size 1.
-#
-# </details>
 # <details><summary>Answer</summary>
 #
 # ```python
@@ -3258,6 +3285,15 @@ def units_in_loops(x, W_1, b_1, W_2):
     return result
 
 
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# A vector that is stretched a-fold is a times as long (a ≥ 0). So the length
+# of each column is needed once, not at every position.
+#
+# </details>
+
+
 # %% tags=["exercise"]
 def draw_feed_forward():
     F_, D = 6, 4
@@ -3285,12 +3321,6 @@ units_in_loops.judged_by(
 
 
 # %% [markdown]
-# <details><summary>Hint</summary>
-#
-# A vector that is stretched a-fold is a times as long (a ≥ 0). So the length
-# of each column is needed once, not at every position.
-#
-# </details>
 # <details><summary>Answer</summary>
 #
 # ```python
@@ -3428,6 +3458,15 @@ def words_learn_in_loops(tokens, grad, vocab):
     return table
 
 
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# To look up a row is to multiply the table with a vector that is 1 at one
+# word and 0 elsewhere (`F.one_hot`). Going back, multiply with its transpose.
+#
+# </details>
+
+
 # %% tags=["exercise"]
 def draw_words_read():
     return torch.randint(4, (7,)), torch.randn(7, 4), 5
@@ -3466,12 +3505,6 @@ words_learn_in_loops.judged_by(
 
 
 # %% [markdown]
-# <details><summary>Hint</summary>
-#
-# To look up a row is to multiply the table with a vector that is 1 at one
-# word and 0 elsewhere (`F.one_hot`). Going back, multiply with its transpose.
-#
-# </details>
 # <details><summary>Answer</summary>
 #
 # ```python
@@ -3794,6 +3827,14 @@ def likeness_in_loops(p, q, d_model):
     return result
 
 
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# What is the cosine of a difference of two angles?
+#
+# </details>
+
+
 # %% tags=["exercise"]
 def draw_two_places():
     p = torch.randint(1000, (5,)).double()
@@ -3822,11 +3863,6 @@ likeness_in_loops.judged_by(
 
 
 # %% [markdown]
-# <details><summary>Hint</summary>
-#
-# What is the cosine of a difference of two angles?
-#
-# </details>
 # <details><summary>Answer</summary>
 #
 # ```python
@@ -3867,6 +3903,16 @@ def turning_in_loops(x, places):
             result[t, j] = c * x[t, j] - s * x[t, j + 1]
             result[t, j + 1] = s * x[t, j] + c * x[t, j + 1]
     return result
+
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# A point in the plane is a complex number, and to turn it by an angle is to
+# multiply it with e^(i·angle). See `torch.view_as_complex`, `torch.polar` and
+# `torch.view_as_real`.
+#
+# </details>
 
 
 # %% tags=["exercise"]
@@ -3929,13 +3975,6 @@ turning_in_loops.judged_by(
 
 
 # %% [markdown]
-# <details><summary>Hint</summary>
-#
-# A point in the plane is a complex number, and to turn it by an angle is to
-# multiply it with e^(i·angle). See `torch.view_as_complex`, `torch.polar` and
-# `torch.view_as_real`.
-#
-# </details>
 # <details><summary>Answer</summary>
 #
 # ```python
@@ -4470,6 +4509,15 @@ def reach_by_nudging(f, x):
     return reach
 
 
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# `torch.autograd.functional.jacobian(f, x)` has four axes: place and dimension
+# of the output, place and dimension of the input.
+#
+# </details>
+
+
 # %% tags=["exercise"]
 def draw_black_box():
     mask = torch.rand(5, 5) < 0.5
@@ -4504,12 +4552,6 @@ reach_by_nudging.judged_by(
 
 
 # %% [markdown]
-# <details><summary>Hint</summary>
-#
-# `torch.autograd.functional.jacobian(f, x)` has four axes: place and dimension
-# of the output, place and dimension of the input.
-#
-# </details>
 # <details><summary>Answer</summary>
 #
 # ```python
@@ -5068,6 +5110,15 @@ def split_by_all_merges(word):
     return split_word(word, list(RANKS))
 
 
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# `zip(pieces, pieces[1:])` are the pairs, and `min` takes a `key`.
+# `join_pair` does the joining.
+#
+# </details>
+
+
 # %% tags=["exercise"]
 THEN = "then hen ten tenth thence hence these he the other mother moth".split()
 COUNTS = {word: 12 - i for i, word in enumerate(THEN)}
@@ -5108,12 +5159,6 @@ split_by_all_merges.judged_by(
 
 
 # %% [markdown]
-# <details><summary>Hint</summary>
-#
-# `zip(pieces, pieces[1:])` are the pairs, and `min` takes a `key`.
-# `join_pair` does the joining.
-#
-# </details>
 # <details><summary>Answer</summary>
 #
 # ```python
@@ -5152,6 +5197,14 @@ def read_and_labels_in_loops(rows):
             read[b, t] = row[t - 1] if t else BOS
             labels[b, t] = word
     return read, labels
+
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# Pad the whole target first, from `<s>` to `</s>`. Then cut it twice.
+#
+# </details>
 
 
 # %% tags=["exercise"]
@@ -5195,11 +5248,6 @@ read_and_labels_in_loops.judged_by(
 
 
 # %% [markdown]
-# <details><summary>Hint</summary>
-#
-# Pad the whole target first, from `<s>` to `</s>`. Then cut it twice.
-#
-# </details>
 # <details><summary>Answer</summary>
 #
 # ```python
@@ -5480,6 +5528,14 @@ def warmup_by_trying(peak, d_model):
     return min(range(1, 10_001), key=distance)
 
 
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# At n = w both branches of Equation 3 are $w^{-0.5}$.
+#
+# </details>
+
+
 # %% tags=["exercise"]
 def draw_peak():
     d_model, warmup = 2 ** int(torch.randint(6, 11, ())), torch.rand(())
@@ -5499,11 +5555,6 @@ warmup_by_trying.judged_by(
 
 
 # %% [markdown]
-# <details><summary>Hint</summary>
-#
-# At n = w both branches of Equation 3 are $w^{-0.5}$.
-#
-# </details>
 # <details><summary>Answer</summary>
 #
 # ```python
@@ -5537,6 +5588,15 @@ def adam_by_torch(weight, gradients, rate, eps):
         weight.grad = gradient.clone()
         adam.step()
     return weight.detach()
+
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# `enumerate(gradients, 1)` counts from 1. Tensors may be divided and added as
+# they are, entry by entry.
+#
+# </details>
 
 
 # %% tags=["exercise"]
@@ -5576,12 +5636,6 @@ adam_by_torch.judged_by(
 
 
 # %% [markdown]
-# <details><summary>Hint</summary>
-#
-# `enumerate(gradients, 1)` counts from 1. Tensors may be divided and added as
-# they are, entry by entry.
-#
-# </details>
 # <details><summary>Answer</summary>
 #
 # ```python
@@ -5819,6 +5873,14 @@ def least_loss_in_loops(vocab, smoothing):
     return -sum(p * math.log(p) for p in target.tolist())
 
 
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# There are only two different probabilities. One of them stands V − 1 times.
+#
+# </details>
+
+
 # %% tags=["exercise"]
 def draw_smoothing():
     vocab = int(torch.randint(3, 300, ()))
@@ -5846,11 +5908,6 @@ least_loss_in_loops.judged_by(
 
 
 # %% [markdown]
-# <details><summary>Hint</summary>
-#
-# There are only two different probabilities. One of them stands V − 1 times.
-#
-# </details>
 # <details><summary>Answer</summary>
 #
 # ```python
@@ -5891,6 +5948,15 @@ def gradient_by_shaking(logits, labels):
     return result
 
 
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# The loss of a row is log Σ e^z − Σ t z, with targets t that sum to 1. What is
+# the derivative of log Σ e^z?
+#
+# </details>
+
+
 # %% tags=["exercise"]
 def draw_logits():
     labels = torch.cat([torch.randint(1, 6, (3,)), torch.tensor([PAD])])
@@ -5921,12 +5987,6 @@ gradient_by_shaking.judged_by(
 
 
 # %% [markdown]
-# <details><summary>Hint</summary>
-#
-# The loss of a row is log Σ e^z − Σ t z, with targets t that sum to 1. What is
-# the derivative of log Σ e^z?
-#
-# </details>
 # <details><summary>Answer</summary>
 #
 # ```python
@@ -6787,6 +6847,15 @@ def gradient_of_the_whole(weight, parts):
     return weight.grad
 
 
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# `backward` adds to `weight.grad`, whenever it is called. `F.cross_entropy`
+# has `reduction="sum"`.
+#
+# </details>
+
+
 # %% tags=["exercise"]
 def draw_parts():
     parts = []
@@ -6829,12 +6898,6 @@ gradient_of_the_whole.judged_by(
 
 
 # %% [markdown]
-# <details><summary>Hint</summary>
-#
-# `backward` adds to `weight.grad`, whenever it is called. `F.cross_entropy`
-# has `reduction="sum"`.
-#
-# </details>
 # <details><summary>Answer</summary>
 #
 # ```python
@@ -7221,6 +7284,15 @@ def nucleus_in_loops(logits, p):
     return marks
 
 
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# Sort, and use `cumsum`. A word belongs in if those *before* it have less than
+# p. `order.argsort()` undoes the sorting.
+#
+# </details>
+
+
 # %% tags=["exercise"]
 def draw_scores():
     return 2 * torch.randn(8), 0.4 + 0.5 * float(torch.rand(()))
@@ -7253,12 +7325,6 @@ nucleus_in_loops.judged_by(
 
 
 # %% [markdown]
-# <details><summary>Hint</summary>
-#
-# Sort, and use `cumsum`. A word belongs in if those *before* it have less than
-# p. `order.argsort()` undoes the sorting.
-#
-# </details>
 # <details><summary>Answer</summary>
 #
 # ```python
@@ -7298,6 +7364,15 @@ def attention_place_by_place(Q, K, V):
     return torch.stack(found)
 
 
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# What place t of the loop has not kept yet, place t must not see. Section
+# 3.2.3 has that mask.
+#
+# </details>
+
+
 # %% tags=["exercise"]
 def draw_places():
     return torch.randn(3, 5, 4).unbind()
@@ -7325,12 +7400,6 @@ attention_place_by_place.judged_by(
 
 
 # %% [markdown]
-# <details><summary>Hint</summary>
-#
-# What place t of the loop has not kept yet, place t must not see. Section
-# 3.2.3 has that mask.
-#
-# </details>
 # <details><summary>Answer</summary>
 #
 # ```python
@@ -8245,6 +8314,15 @@ def bytes_measured(N, D, W, T, S):
     return sum(tensor.nbytes for tensor in kept)
 
 
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# A key of all heads together has D numbers, of four bytes each. Each layer has
+# keys and values of two kinds: of the words written, and of the source.
+#
+# </details>
+
+
 # %% tags=["exercise"]
 def draw_sizes():
     """N, D, W, T and S"""
@@ -8272,12 +8350,6 @@ bytes_measured.judged_by(
 
 
 # %% [markdown]
-# <details><summary>Hint</summary>
-#
-# A key of all heads together has D numbers, of four bytes each. Each layer has
-# keys and values of two kinds: of the words written, and of the source.
-#
-# </details>
 # <details><summary>Answer</summary>
 #
 # ```python
@@ -9786,6 +9858,14 @@ def bleu_of_draws_in_loops(counts, draws):
     return torch.tensor(scores)
 
 
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# `counts[draws]` has the counts of all drawings, (M, n, 10).
+#
+# </details>
+
+
 # %% tags=["exercise"]
 def draw_counts(n=10):
     c = torch.randint(6, 15, (n, 1))
@@ -9824,11 +9904,6 @@ bleu_of_draws_in_loops.judged_by(
 
 
 # %% [markdown]
-# <details><summary>Hint</summary>
-#
-# `counts[draws]` has the counts of all drawings, (M, n, 10).
-#
-# </details>
 # <details><summary>Answer</summary>
 #
 # ```python
@@ -10538,6 +10613,14 @@ def texts_followed_back(origins, words):
     return texts
 
 
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# `texts[origin]` sorts the rows of `texts`, and may take one of them twice.
+#
+# </details>
+
+
 # %% tags=["exercise"]
 def draw_steps():
     origins = torch.randint(0, 3, (4, 3))
@@ -10564,11 +10647,6 @@ texts_followed_back.judged_by(
 
 
 # %% [markdown]
-# <details><summary>Hint</summary>
-#
-# `texts[origin]` sorts the rows of `texts`, and may take one of them twice.
-#
-# </details>
 # <details><summary>Answer</summary>
 #
 # ```python
@@ -10611,6 +10689,15 @@ def even_by_halves(log_p, n, log_q, m):
     return low
 
 
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# Set the two scores equal, bring all that has α to one side, and take the
+# logarithm.
+#
+# </details>
+
+
 # %% tags=["exercise"]
 def draw_two_ends():
     length, more = torch.randint(3, 12, (2,)).tolist()
@@ -10642,12 +10729,6 @@ even_by_halves.judged_by(
 
 
 # %% [markdown]
-# <details><summary>Hint</summary>
-#
-# Set the two scores equal, bring all that has α to one side, and take the
-# logarithm.
-#
-# </details>
 # <details><summary>Answer</summary>
 #
 # ```python
@@ -10695,6 +10776,14 @@ def most_agreed_in_loops(texts):
     return best
 
 
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# `max` takes a `key`. That a text agrees with itself adds the same to each.
+#
+# </details>
+
+
 # %% tags=["exercise"]
 def draw_texts():
     """A sentence five times, words lost and words put in; one of it twice."""
@@ -10721,11 +10810,6 @@ most_agreed_in_loops.judged_by(
 
 
 # %% [markdown]
-# <details><summary>Hint</summary>
-#
-# `max` takes a `key`. That a text agrees with itself adds the same to each.
-#
-# </details>
 # <details><summary>Answer</summary>
 #
 # ```python
@@ -10809,6 +10893,14 @@ def ensemble_in_loops(logits):
     return result
 
 
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# `torch.logsumexp` adds probabilities of which you have the logarithms.
+#
+# </details>
+
+
 # %% tags=["exercise"]
 def draw_models():
     return (60 * torch.randn(3, 2, 5),)
@@ -10833,11 +10925,6 @@ ensemble_in_loops.judged_by(
 
 
 # %% [markdown]
-# <details><summary>Hint</summary>
-#
-# `torch.logsumexp` adds probabilities of which you have the logarithms.
-#
-# </details>
 # <details><summary>Answer</summary>
 #
 # ```python
@@ -13050,6 +13137,14 @@ def looked_at_in_loops(weights):
     return result
 
 
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# `torch.special.entr` is −w log w, and 0 at 0.
+#
+# </details>
+
+
 # %% tags=["exercise"]
 def draw_maps():
     scores = 3 * torch.randn(2, 2, 4, 4)
@@ -13075,11 +13170,6 @@ looked_at_in_loops.judged_by(
 
 
 # %% [markdown]
-# <details><summary>Hint</summary>
-#
-# `torch.special.entr` is −w log w, and 0 at 0.
-#
-# </details>
 # <details><summary>Answer</summary>
 #
 # ```python
@@ -13125,6 +13215,15 @@ def rollout_by_paths(weights):
     )
 
 
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# Adding over all places between two steps is a product of matrices. The last
+# layer stands on the left.
+#
+# </details>
+
+
 # %% tags=["exercise"]
 def draw_stack():
     return (torch.randn(3, 2, 4, 4).mul(2).softmax(-1),)
@@ -13153,12 +13252,6 @@ rollout_by_paths.judged_by(
 
 
 # %% [markdown]
-# <details><summary>Hint</summary>
-#
-# Adding over all places between two steps is a product of matrices. The last
-# layer stands on the left.
-#
-# </details>
 # <details><summary>Answer</summary>
 #
 # ```python

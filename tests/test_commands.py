@@ -59,16 +59,21 @@ def half(corpus, tmp_path_factory):
     return trained(corpus, tmp_path_factory.mktemp("runs") / "three", 3)
 
 
+def untrained(folder, corpus, languages, seed):
+    """Save a very small model with random weights; returns its folder."""
+    pairs, _ = book.training_pairs(corpus, *languages)
+    torch.manual_seed(seed)
+    sizes = dict(N=1, d_model=16, d_ff=16, h=2)
+    translator = book.untrained_translator(pairs, languages, sizes)
+    book.save_translator(translator, folder)
+    return folder
+
+
 @pytest.fixture(scope="module")
 def small(corpus, tmp_path_factory):
     """The folder of a very small model that nobody trained: a quick one."""
     folder = tmp_path_factory.mktemp("runs") / "small"
-    pairs, _ = book.training_pairs(corpus, "de", "en")
-    torch.manual_seed(0)
-    sizes = dict(N=1, d_model=16, d_ff=16, h=2)
-    translator = book.untrained_translator(pairs, ("de", "en"), sizes)
-    book.save_translator(translator, folder)
-    return folder
+    return untrained(folder, corpus, ("de", "en"), seed=0)
 
 
 @pytest.fixture
@@ -534,12 +539,7 @@ def pairs(tmp_path_factory):
 def back(pairs, tmp_path_factory):
     """The folder of a very small model of the other direction, untrained."""
     folder = tmp_path_factory.mktemp("runs") / "back"
-    known, _ = book.training_pairs(pairs, "en", "de")
-    torch.manual_seed(1)
-    sizes = dict(N=1, d_model=16, d_ff=16, h=2)
-    translator = book.untrained_translator(known, ("en", "de"), sizes)
-    book.save_translator(translator, folder)
-    return folder
+    return untrained(folder, pairs, ("en", "de"), seed=1)
 
 
 def diversify(pairs, out, *models):
