@@ -15162,14 +15162,20 @@ def check_same_run(saved, run, folder):
 
 def check_same_facts(saved, facts, folder):
     """InputError if one of the facts of a run is not what was saved."""
-    for name, value in json.loads(json.dumps(facts)).items():
-        if saved.get(name) != value:
-            shown = f" (it was {saved.get(name)})"
-            if name in ("data", "pieces", "src_words", "tgt_words"):
-                shown = ""  # too long to help
-            raise InputError(
-                f"{folder}: cannot resume, {name} has changed{shown}"
-            )
+    now = json.loads(json.dumps(facts))
+    for name in sorted(now, key=lambda name: name not in saved):
+        before, value = saved.get(name), now[name]
+        if before == value:
+            continue
+        shown = f" (it was {before})"
+        if name in ("data", "pieces", "src_words", "tgt_words"):
+            shown = ""  # too long to help
+        elif isinstance(before, dict) and isinstance(value, dict):
+            check_same_facts(before, value, folder)  # names the setting
+        raise InputError(
+            f"{folder}: cannot resume, {name} has changed{shown}; leave it as "
+            "it was, or start anew with another --out"
+        )
 
 
 def saved_description(folder):
