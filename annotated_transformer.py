@@ -11275,11 +11275,12 @@ STUDENT = (  # for n = 2, 3, … 16 numbers
 def interval(numbers):
     """The mean, and the half-width of its 95 % interval."""
     n = len(numbers)
-    if not 2 <= n <= len(STUDENT) + 1:
-        raise InputError(f"{n} numbers (seeds): an interval takes 2 to 16")
+    if n < 2:
+        raise InputError("an interval takes at least two numbers (seeds)")
     mean = sum(numbers) / n
     variance = sum((x - mean) ** 2 for x in numbers) / (n - 1)
-    return mean, STUDENT[n - 2] * math.sqrt(variance / n)
+    t = STUDENT[min(n, 16) - 2]  # beyond 16 a little too large
+    return mean, t * math.sqrt(variance / n)
 
 
 # %% [markdown]
