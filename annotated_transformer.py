@@ -10081,11 +10081,11 @@ def your_own_sentence():
 # %% [markdown]
 # ## 6 Results
 #
-# The paper's results are of large models on eight GPUs; ours, on a laptop,
-# come later (*Multi30k, measured*). Here are the two techniques that the
-# paper uses to get from a trained model to a score (6.1), its variations of
-# the model (6.2) and its other task (6.3), both in small. Its scores
-# themselves are out of our reach.
+# The paper's results are of large models on eight GPUs; ours, of small ones
+# on one or two processor cores, come later (*Multi30k, measured*). Here are
+# the two techniques that the paper uses to get from a trained model to a
+# score (6.1), its variations of the model (6.2) and its other task (6.3),
+# both in small. Its scores themselves are out of our reach.
 
 
 # %% tags=["claim"]
@@ -10120,7 +10120,8 @@ out_of_reach(
 # %% [markdown]
 # What the text concludes from Table 2 can be followed, if its numbers are
 # taken as they are: BLEU, and training cost in units of 10¹⁸ operations, each
-# from English to German and to French.
+# from English to German and to French. (An *ensemble* is several models that
+# are asked together; an exercise below makes one.)
 
 
 # %% tags=["claim"]
@@ -10187,8 +10188,8 @@ def big_costs_a_quarter(language="French"):
 
 
 # %% [markdown]
-# (Open the cell and compare big with the single models to German: there it
-# is no cheaper. The claim to be so is made for base alone.)
+# (Open the cell and try `language="German"`: there big is no cheaper than the
+# best single model. For German the text claims it of base alone.)
 #
 # ### 6.1 Beam search
 #
@@ -10210,8 +10211,9 @@ def big_costs_a_quarter(language="French"):
 # $$\mathrm{score}(Y) = \frac{\log P(Y \mid X)}{lp(Y)}, \qquad
 # lp(Y) = \left(\frac{5 + |Y|}{6}\right)^{\alpha}$$
 #
-# (*Fills gaps in the paper*: |Y| counts `</s>`; and a beginning that has
-# reached the greatest length, source + 50, may only be ended.)
+# Here X is the source, Y a translation, and |Y| its length in words. (*Fills
+# gaps in the paper*: |Y| counts `</s>`; and a beginning that has reached the
+# greatest length, source + 50, may only be ended.)
 
 
 # %%
@@ -10475,7 +10477,7 @@ def ending_early_loses_nothing(careless=False):
     )  # fmt: skip
     if careless:
         early = [sorted(h, key=lambda x: len(x.tokens)) for h in late]
-    same = sum(a[0] == b[0] for a, b in zip(early, late))
+    same = sum(a[0].tokens == b[0].tokens for a, b in zip(early, late))
     return same == len(late), (
         f"{same} of {len(late)} sentences are those of the whole search; "
         f"{sum(steps[True]):,} steps of sentences, not {sum(steps[False]):,}"
@@ -10581,16 +10583,16 @@ def a_growing_beam():
 # %% [markdown]
 # **What to notice.** The printed scores are log P over the length penalty,
 # and log P itself. The best beginning leads from the first word to the last;
-# the others follow far behind, each wrong in one word. Beginnings that start
-# with another first word die out soon. This corpus leaves little to doubt; on
-# real text the beam is worth more: on the captions below it gains 1.3 BLEU
-# over greedy decoding (validation, English-German: 38.52, and 39.86 with α =
-# 1.5).
+# the others follow far behind, each wrong in one word (in the run stored
+# here). Beginnings that start with another first word die out soon. This
+# corpus leaves little to doubt; on real text the beam is worth more: on the
+# captions below it gains 1.3 BLEU over greedy decoding (validation,
+# English-German: 38.52, and 39.86 with α = 1.5).
 
 # %% [markdown]
 # #### Exercises
 #
-# **Who came from whom** (three lines). Of a search of T steps we have kept
+# **Who came from whom** (four lines). Of a search of T steps we have kept
 # only the words of each step, and for each place of the beam from which place
 # it goes on. The cell follows each text back from its end. Go forward, with
 # tensors. (As in `beam_search`; but first try it without looking.)
@@ -10745,13 +10747,13 @@ def even_alpha(log_p, n, log_q, m): ...
 
 
 # %% [markdown]
-# **A vote** (a line; an afternoon with an experiment). The likeliest sentence
-# need not be the best: it may stand alone, while many that are a little less
-# likely say nearly the same. *Minimum Bayes risk* decoding (Kumar and Byrne,
-# 2004; in this form Eikema and Aziz, 2020) draws many texts from the model
-# and takes the one that agrees most with all the others. A text drawn twice
-# has two votes. Agreement is measured by `agreement(one, two)`, which the
-# cell defines.
+# **A vote** (three lines; an afternoon with an experiment). The likeliest
+# sentence need not be the best: it may stand alone, while many that are a
+# little less likely say nearly the same. *Minimum Bayes risk* decoding (Kumar
+# and Byrne, 2004; in this form Eikema and Aziz, 2020) draws many texts from
+# the model and takes the one that agrees most with all the others. A text
+# drawn twice has two votes. Agreement is measured by `agreement(one, two)`,
+# which the cell defines.
 
 
 # %%
@@ -10837,11 +10839,11 @@ def most_agreed(texts): ...
 #
 # Near the end of training the weights wander about a good place, pushed by
 # each batch in another direction. A *checkpoint* is the weights as saved at
-# one moment. The mean of several lies nearer to the middle than any one of
-# them. The paper averages the last five of base, and the last twenty of big
-# (Section 6.1). A matrix that is shared must come out shared: it has two
-# names in each checkpoint and the same values under both, so the two means
-# are equal, and the model copies both into its one matrix.
+# one moment. The mean of several should lie nearer to the middle than any one
+# of them. The paper averages the last five of base, and the last twenty of big
+# (Section 6.1). A matrix that is shared must come out shared: it has two names
+# in each checkpoint and the same values under both, so the two means are
+# equal, and the model copies both into its one matrix.
 
 
 # %%
@@ -10873,8 +10875,8 @@ def averages_are_means_and_stay_tied():
 # %% [markdown]
 # #### Exercises
 #
-# **An ensemble** (a line). Averaging weights costs nothing when the model is
-# used. An *ensemble* costs more and often brings more: several models are
+# **An ensemble** (two lines). Averaging weights costs nothing when the model
+# is used. An *ensemble* costs more and often brings more: several models are
 # asked for the next word, and the mean of their probabilities is used. Beam
 # search wants its logarithm. The loop in the cell can afford to leave the
 # logarithms for a while, with 64 bits; you have 32.
@@ -10944,11 +10946,12 @@ def ensemble(logits): ...
 # %% [markdown]
 # ### 6.2 Model variations
 #
-# Table 3 of the paper varies base in one respect at a time: (A) the number
-# of heads, d_k with it, so that the cost stays; (B) d_k alone; (C) the number
-# of layers and the widths; (D) dropout and label smoothing; (E) the form of
-# the positions. It gives the number of parameters (our "weights") in
-# millions. First we count those, then we try the variations in small.
+# Table 3 of the paper varies base in one respect at a time: (A) the number of
+# heads, d_k with it, so that the cost stays; (B) d_k alone; (C) the number of
+# layers and the widths; (D) dropout and label smoothing; (E) the form of the
+# positions. It gives the number of parameters (our "weights") in millions.
+# First we count those, then we try the variations in small. (Row (E) was tried
+# in *Positions, tried*.)
 #
 # #### The sizes of Table 3
 #
@@ -11049,7 +11052,8 @@ def table_3_counted():
 
 
 # %% [markdown]
-# Is there one V for all? The paper speaks of about 37,000 pieces.
+# Is there one V for all? The paper speaks of about 37,000 pieces. And do rows
+# (A) cost the same? (Operations are those in products of matrices.)
 
 
 # %% tags=["claim"]
@@ -11100,8 +11104,8 @@ def heads_cost_nothing(d_k=None):
 
 # %% [markdown]
 # **What to notice.** All rows but big agree with each other, on a vocabulary
-# some 4,000 larger than the paper's 37,000. So narrow a range for so many
-# rows suggests that they were counted as we count. Big alone does not fit:
+# some 4,000 larger than the paper's 37,000. So narrow a range for ten printed
+# sizes suggests that they were counted as we count. Big alone does not fit:
 # its printed size asks for a *smaller* vocabulary. Why, the paper does not
 # say.
 
@@ -11111,7 +11115,8 @@ def heads_cost_nothing(d_k=None):
 # comparing them with those per word. Whoever cuts a text finer asks easier
 # questions, and more of them. To see it, one simple model, which knows how
 # often each token followed which, counts the same text in words, in pieces
-# and in letters. (All of them per word: there the order is right.)
+# and in letters. (With `per="word"` all three are counted per word, and may be
+# compared.)
 
 
 # %% tags=["claim"]
@@ -11152,13 +11157,14 @@ def units_change_the_perplexity(per="unit"):
 # #### A language with noise
 #
 # To try variations, we need a task that takes a second or two, that a small
-# model does not learn to the full, and in which some doubt remains. So here
-# is a language. A source has four of sixteen words. Its translation is in
-# reverse order, and each word has two forms: which one, the *next* source
-# word decides, and for the last the first (like an ending that agrees with a
-# neighbour). Then one word in ten takes the wrong form, in training and in
-# the held-out sentences alike. So nobody can be right about more than nine
-# forms of ten.
+# model does not learn to the full, and in which some doubt remains. So here is
+# a language. A source is four words out of sixteen, drawn one by one (a word
+# may come twice). Its translation is in reverse order, and each word has two
+# forms: which one, the *next* source word decides, and for the last the first
+# (like an ending that agrees with a neighbour). Then one word in ten takes the
+# wrong form, in training and in the held-out sentences alike. So in the long
+# run nobody can be right about more than nine forms of ten. (In numbers, word
+# w is 4 + w in a source; its two forms are 4 + 2w and 5 + 2w.)
 
 # %%
 LEXICON = 16
@@ -11188,9 +11194,10 @@ def two_noisy_pairs():
 # %% [markdown]
 # One trial trains a small model on 2,000 pairs and measures it on 1,000 drawn
 # afresh, word by word, given the true beginning: the loss (e to the loss is
-# the perplexity), the smoothed loss, the share of words that are right, and
-# the loss of the mean of the last five checkpoints. `rise=False` leaves out
-# the warm-up: the rate begins at its highest.
+# the perplexity), the smoothed loss, the share of words that are right
+# (`</s>` is one of them), and the loss of the mean of the last five
+# checkpoints. `rise=False` leaves out the warm-up: the rate begins at its
+# highest.
 
 
 # %%
@@ -11211,7 +11218,7 @@ class Trial(NamedTuple):
 
 
 def held_out(model, seed):
-    """(loss, smoothed loss, accuracy) for each held-out word."""
+    """(loss, smoothed loss, accuracy), means over the held-out words."""
     src, tgt = map(pad, zip(*noisy_pairs(1000, 1000 + seed)))
     labels = tgt[:, 1:].flatten()
     with evaluating(model):
@@ -11254,8 +11261,8 @@ def trial(seed, updates, pairs=2000, smoothing=0.1, rise=True, factor=0.35,
 # their standard deviation over n seeds, then d ± t·s/√n covers the true
 # difference in 95 of 100 such experiments (t is Student's, for few numbers,
 # spread normally). We call a difference real if this interval leaves out 0,
-# and hold to that. (So of twenty differences that are none, one is called
-# real.)
+# and hold to that. (So of twenty differences that are none, about one is
+# called real.)
 
 
 # %%
@@ -11267,9 +11274,13 @@ STUDENT = (  # for n = 2, 3, … 16 numbers
 
 def interval(numbers):
     """The mean, and the half-width of its 95 % interval."""
-    n, mean = len(numbers), sum(numbers) / len(numbers)
+    n = len(numbers)
+    if n < 2:
+        raise InputError("an interval takes at least two numbers (seeds)")
+    mean = sum(numbers) / n
     variance = sum((x - mean) ** 2 for x in numbers) / (n - 1)
-    return mean, STUDENT[n - 2] * math.sqrt(variance / n)
+    t = STUDENT[min(n, 16) - 2]  # beyond 16 a little too large
+    return mean, t * math.sqrt(variance / n)
 
 
 # %% [markdown]
@@ -11374,9 +11385,9 @@ def too_many_heads_are_worse(seeds=2, updates=120, h=32, **change):
 # From rows (B) the paper concludes that finding out what fits what is not
 # easy, and that something cleverer than a dot product might do it better. The
 # older, additive attention scores a pair by w·tanh(A q + B k): a network with
-# a hidden layer. Does it help where q and k have only two numbers? Both see
-# the same updates, at the rate of the small base. (After the 120 updates of
-# the short form, three seeds and `hidden=2` say yes: too early to judge.)
+# a hidden layer. Does it help where q and k have only two numbers? Both get as
+# many updates, at the rate of the small base. (After the 120 updates of the
+# short form, three seeds and `hidden=2` say yes: too early to judge.)
 
 
 # %% tags=["claim"]
@@ -11662,10 +11673,10 @@ def pre_norm_needs_it_less(seeds=3, updates=90, N=2):
 # *Differs from the paper*, which learned from 40,000 sentences of the Wall
 # Street Journal with trees made by linguists (and had four layers of width
 # 1,024, a beam of 21 with α = 0.3, and outputs up to 300 longer than the
-# input). They may not be copied freely.
-# So a small grammar writes ours. A rule says what a symbol may consist of,
-# with a weight for how often. {n} and {m} stand for s or p, singular or
-# plural. What follows a slash is not shown in the tree, and of a symbol with
+# input). The paper's trees may not be copied freely, so a small grammar writes
+# ours. A rule says what a symbol may consist of, with a weight for how often.
+# {n} and {m} stand for s or p, singular or plural. Not shown in the tree are
+# what follows a slash and the classes of words, such as Det; of a symbol with
 # a plus only its parts are. S is a sentence, NP and VP are phrases around a
 # noun and a verb, PP begins with *of* or *with*, SBAR with *that*.
 
@@ -11721,8 +11732,9 @@ and: and
 #   one watches with, a hat can't be;
 # - **agreement**: *the friend of the dogs that sleeps* is a sleeping friend,
 #   with *sleep* it is the dogs that do;
-# - **what comes later**: *the man sees a dog and the cat* goes on in one way
-#   before a full stop, and in another before *sleeps*.
+# - **what comes later**: *the man sees a dog and the cat* is read in one way
+#   before a full stop (which our sentences leave out), and in another before
+#   *sleeps*.
 
 # %% tags=["plumbing"]
 TAGS = {}  # what a word may be: {word: [symbols]}
@@ -11825,10 +11837,10 @@ def readings(words, table):
 
 # %% [markdown]
 # A sentence that could be read in two ways is drawn anew, so that there is
-# one right answer. Sentences of 6 to 12 words are for training. A fifth of
-# the tree *shapes*, trees without their words, is held out: no sentence of
-# the test has the shape of a training sentence. A third set has longer
-# sentences than any in training.
+# one right answer. Training and test have sentences of 6 to 12 words. About a
+# fifth of the tree *shapes*, trees without their words, is held out: no
+# sentence of the test has the shape of a training sentence. A third set has
+# longer sentences than any in training.
 
 
 # %%
@@ -11989,8 +12001,9 @@ def parse_scores_by_hand():
 
 # %% [markdown]
 # The same network and the same training as before, only smaller. One
-# vocabulary holds words and brackets. Half a minute, and it parses. (*Beyond
-# the paper*: the rate falls to 0 on a straight line, see *Levers*.)
+# vocabulary holds words and brackets, and a tree is written greedily. Half a
+# minute, and it parses. (*Beyond the paper*: the rate falls to 0 on a straight
+# line, see *Levers*.)
 
 # %%
 PARSER = dict(N=2, d_model=64, d_ff=128, h=4, dropout=0.0)
@@ -12090,10 +12103,10 @@ def what_decides(updates=1400):
 
 
 # %% [markdown]
-# **What to notice.** Where a word decides, the tree is right each time. Where
-# agreement across another noun decides, or a verb at the very end, the network
-# often errs: few sentences of the training set ask for that, and half a
-# minute is not long.
+# **What to notice.** Where a word decides, the tree is right each time (in the
+# run stored here). Where agreement decides between two nouns, or a verb at the
+# very end, the network often errs: few sentences of the training set ask for
+# that, and half a minute is not long.
 
 # %% [markdown]
 # What the paper says of this task, as far as a small one can tell. First the
@@ -12146,8 +12159,8 @@ def the_model_learns_to_parse(updates=1400):
 
 # %% [markdown]
 # The paper's model was better than a parser built on a grammar, though it had
-# seen no other sentences. Ours against the rules counted in its own: by F1.
-# Less than a point either way decides nothing, for 400 sentences tell no
+# seen no other sentences. Ours against the rules counted in the same trees, by
+# F1. Less than a point either way decides nothing, for 400 sentences tell no
 # finer. (With `measure="exact"` whole trees are counted.)
 
 
