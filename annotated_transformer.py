@@ -7645,7 +7645,7 @@ class HalfLinear(nn.Linear):
 # %%
 @check
 def half_products_are_close():
-    """In 16 bits values and gradients differ by 1 %; in use, by nothing."""
+    """In 16 bits values and gradients differ by under 1 %; in use, not."""
     plain, half = nn.Linear(64, 32), HalfLinear(64, 32)
     half.load_state_dict(plain.state_dict())
     x = torch.randn(5, 7, 64, requires_grad=True)
@@ -9708,9 +9708,10 @@ def ngram_counts(words, n):
 
 # %%
 def bleu_by_hand(outputs, references):
-    """(BLEU, [the four precisions], brevity penalty), in percent.
+    """(BLEU, [the four precisions], brevity penalty).
 
-    For lists of tokenized sentences, one reference each.
+    For lists of tokenized sentences, one reference each; BLEU and the
+    precisions in percent, the penalty from 0 to 1.
     """
     precisions = []
     for n in range(1, 5):
