@@ -7660,9 +7660,9 @@ def half_products_are_close():
 
 
 # %% [markdown]
-# Does it pay here? On a processor without such instructions it is slower
-# by far. So `--preset laptop` tries both for some milliseconds, and takes the
-# faster one; `--half` and `--no-half` say so at once.
+# Does it pay here? On a processor without such instructions it is slower by
+# far. So `--preset laptop` tries both for some milliseconds, and takes 16 bits
+# if they are clearly faster; `--half` and `--no-half` say so at once.
 
 
 # %%
@@ -8624,8 +8624,8 @@ def sinusoids_extrapolate(lengths=(10, 11, 12), seeds=1, updates=400):
 # - The article shows gender and case: *der Mann*, *den Mann* and *dem Mann*
 #   are all *the man*. So does the adjective: *der alte*, *ein alter*, *dem
 #   alten*.
-# - The finite verb is always second: *heute isst der Mann den Apfel* is
-#   *today the man eats the apple*.
+# - The finite verb, the one that changes with the subject, is always second:
+#   *heute isst der Mann den Apfel* is *today the man eats the apple*.
 # - The verb may be torn in two: *der Mann macht heute die Tür auf* is *the
 #   man opens the door today*.
 # - The participle comes last: *der Mann hat im Garten den Apfel gegessen* is
@@ -8650,11 +8650,11 @@ def sinusoids_extrapolate(lengths=(10, 11, 12), seeds=1, updates=400):
 #
 # A noun is written as its gender (m, f, n), singular, plural and English; an
 # English plural that is more than an added *-s* follows. The gender w marks
-# the weak masculine nouns, which keep their singular for the nominative
-# alone: *der Junge*, but *den Jungen* and *dem Jungen*. A dash says that the
-# noun is not counted: no plural, no *ein*. A plus sign joins English words
-# that stand for a single German one. The kind, in front, says what can be
-# done to the thing.
+# the weak masculine nouns, which keep their singular for the nominative, the
+# case of the subject, alone: *der Junge*, but *den Jungen* and *dem Jungen*. A
+# dash says that the noun is not counted: no plural, no *ein*. A plus sign
+# joins English words that stand for a single German one. The kind, in front,
+# says what can be done to the thing.
 
 # %% tags=["plumbing"]
 NOUN_TABLE = """
@@ -8763,12 +8763,13 @@ ADJECTIVES = {
 # #### The endings
 #
 # A German noun phrase shows gender and case in a strong ending: *-er*, *-en*,
-# *-em* for a masculine noun in the three cases used here (the corpus has no
-# genitive). Usually the article carries it (*dies-er*, *d-er*), and the
-# adjective needs only a weak *-e* or *-en*: *der alte Mann*. But *ein* and
-# *mein* have no ending in three places, and there the adjective must step in:
-# *ein alter Mann*. Without any article it always must: *alte Männer*, *kalter
-# Tee*. The letter p stands for the plural, in which the genders look alike.
+# *-em* for a masculine noun as subject, object and recipient (nominative,
+# accusative and dative; the corpus has no genitive). Usually the article
+# carries it (*dies-er*, *d-er*), and the adjective needs only a weak *-e* or
+# *-en*: *der alte Mann*. But *ein* and *mein* have no ending in three places,
+# and there the adjective must step in: *ein alter Mann*. Without any article
+# it always must: *alte Männer*, *kalter Tee*. The letter p stands for the
+# plural, in which the genders look alike.
 
 # %%
 CASES = ("nominative", "accusative", "dative")
@@ -9028,12 +9029,11 @@ PLACES = {
 }
 
 # %% [markdown]
-# The German verb has two places in a sentence, second and last. In the
-# present the last place is empty, or holds the particle. With an auxiliary
-# it holds the main verb, a participle (*hat ... gegessen*) or an infinitive
-# (*kann ... essen*). In the past *hat ... gegessen* is one English word, and
-# both German words are aligned with it. Beware of *will*: it means *wants
-# to*.
+# The German verb has two places in a sentence, second and last. In the present
+# the last place is empty, or holds the particle. With an auxiliary it holds
+# the main verb, a participle (*hat ... gegessen*) or an infinitive (*kann ...
+# essen*). In the past *hat ... gegessen* is one English verb, *ate*, and both
+# German words are aligned with it. Beware of *will*: it means *wants to*.
 
 # %% tags=["plumbing"]
 AUXILIARIES = {
@@ -9071,7 +9071,7 @@ def verb_pieces(verb: Verb, tense: str, plural: bool) -> dict[str, tuple]:
 # The order of a whole sentence is a list of roles. English keeps the verb
 # together and puts place before time. German puts time before place and the
 # object after both, with the finite verb second and the rest of it last. An
-# indefinite recipient moves behind the adverbials, for German likes what is
+# indefinite recipient moves behind time and place, for German likes what is
 # new to come late: *gibt dem Kind heute einen Apfel*, but *gibt heute einem
 # Kind einen Apfel*.
 #
