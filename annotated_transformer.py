@@ -8382,10 +8382,10 @@ def bytes_kept(N, D, W, T, S): ...
 # good the model is, and 1,000 are held out for the last test. No sequence is
 # in two of the sets.
 #
-# One layer of width 64 is enough, since copying takes one look. Every
-# 25 updates the model copies the validation set, freely: from `<s>` on
-# it sees only its own output. When three such tests in a row are perfect,
-# training ends.
+# One layer in each stack, of width 64, is enough, since copying takes one
+# look. Every 25 updates the model copies the validation set, freely: from
+# `<s>` on it sees only its own output. When three such tests in a row are
+# perfect, training ends.
 
 
 # %%
