@@ -7473,8 +7473,9 @@ def what_the_machine_can_do():
 # logits are 164 megabytes, and the softmax and its gradient walk over them
 # several times, waiting for memory. But each row of logits needs only its own
 # state. So we cut the states into slices, and finish each slice while it lies
-# in the cache. Nor do we need autograd for it, since the gradient of the
-# cross-entropy at the logits is the simplest there could be:
+# in the processor's cache, a small and fast memory of its own. Nor do we need
+# autograd for it, since the gradient of the cross-entropy at the logits is the
+# simplest there could be:
 #
 # $$\frac{\partial L}{\partial z} = \mathrm{softmax}(z) - t$$
 #
@@ -7490,7 +7491,7 @@ def loss_and_gradients(states, labels, weight, tokens, smoothing, rows=256):
     """The summed smoothed loss, and its gradients divided by `tokens`.
 
     states (R, D), labels (R,), weight (V, D), the first and last of one
-    type, float32 or bfloat16. Returns the loss, the gradients at the
+    type, float32, float64 or bfloat16. Returns the loss, the gradients at the
     states (R, D) and at the weight (V, D); `rows`: positions in a slice.
     """
     full = torch.promote_types(weight.dtype, torch.float)  # of all sums
@@ -7644,7 +7645,7 @@ class HalfLinear(nn.Linear):
 # %%
 @check
 def half_products_are_close():
-    """In 16 bits values and gradients differ by 1 %; in use, by nothing."""
+    """In 16 bits values and gradients differ by under 1 %; in use, not."""
     plain, half = nn.Linear(64, 32), HalfLinear(64, 32)
     half.load_state_dict(plain.state_dict())
     x = torch.randn(5, 7, 64, requires_grad=True)
@@ -7659,9 +7660,9 @@ def half_products_are_close():
 
 
 # %% [markdown]
-# Does it pay here? On a processor without such instructions it is slower
-# by far. So `--preset laptop` tries both for some milliseconds, and takes the
-# faster one; `--half` and `--no-half` say so at once.
+# Does it pay here? On a processor without such instructions it is slower by
+# far. So `--preset laptop` tries both for some milliseconds, and takes 16 bits
+# if they are clearly faster; `--half` and `--no-half` say so at once.
 
 
 # %%
@@ -7779,7 +7780,9 @@ def fast_form_changes_nothing():
 # **Measured on your machine.** The layers are tiny's, the lengths are like
 # those of captions, the words are random. Each form has one means more than
 # the one before. (Adam *fused* makes its step in one pass over the weights.)
-# The forms take turns, and the best of three turns counts.
+# A random batch holds 128 pairs: with its padding some four times as many
+# places as a batch of like length, which has 1,024 at most. The forms take
+# turns, and the best of three turns counts.
 
 
 # %%
@@ -7860,7 +7863,7 @@ def speeds(vocab=5000, turns=3, forms=None):
 # %% [markdown]
 # How far is that from the limit? PyTorch counts the operations of one update
 # in products. The best that can be is the machine's rate of products over the
-# operations for a token: for the form in 16 bits the rate in 16 bits.
+# operations for a token: for the forms in 16 bits the rate in 16 bits.
 
 
 # %%
@@ -7908,7 +7911,7 @@ def one_means_after_another():
 # **What to notice.** Batches of like length do most. What the others bring
 # depends on the sizes: with 10,000 words and 4,096 places, as
 # `benchmarks/training.py` measures it on captions, the loss in slices is worth
-# a factor of 1.4 and so are products in 16 bits, and the whole makes 4.1 (two
+# a factor of 1.4 and so are products in 16 bits, and the whole makes 4.0 (two
 # cores, commit 6560740). Fused attention and fused Adam bring little on a
 # processor, for sentences so short. And the last form is not at the limit:
 # what remains are the many small operations between the products, which wait
@@ -7937,9 +7940,11 @@ def one_means_after_another():
 # * **Room ahead.** The kept keys have more room than is filled. A new one is
 #   written into its place, and nothing else moves. Where a sentence has
 #   ended, the last of the others moves in.
-# * **No sorting.** When a beam is sorted anew, its keys stay where they are.
-#   A small mask says which of a sentence's kept places belong to which
-#   beginning, its *ancestors*, and only this mask is sorted.
+# * **No sorting.** In Section 6.1 several beginnings are written for each
+#   source, its *beam*, and after each word the better ones are kept, in a new
+#   order. When a beam is sorted anew, its keys stay where they are. A small
+#   mask says which of a sentence's kept places belong to which beginning, its
+#   *ancestors*, and only this mask is sorted.
 # * **One beginning.** At the first step all places of a beam hold `<s>`: it
 #   is read once.
 
@@ -7992,8 +7997,8 @@ class Product:
 
 
 # %% [markdown]
-# The matrices of a layer in this form. Its sub-layers are handed the stream
-# as well, and add to it themselves.
+# The matrices of a layer in this form. Its sub-layers are also handed what
+# their result is added to (the residual), and do the addition themselves.
 
 
 # %%
@@ -8270,7 +8275,7 @@ def writer_changes_nothing():
 # %% [markdown]
 # Again on your machine: base, with random weights, writes up to 20 words for
 # each of 32 sources of 15 tokens. (16 bits may choose other words, now and
-# then, where two are nearly as likely.)
+# then, where two are almost equally likely.)
 
 
 # %%
@@ -8298,9 +8303,9 @@ def ways_of_writing():
 # %% [markdown]
 # #### Exercises
 #
-# **How much is kept?** (a line). When a text gets long, the memory goes to
-# kept keys and values. The cell fills a `Cache` and measures it: all W texts
-# of a beam have read T words, their source has S. What is the formula?
+# **How much is kept?** (a line). When a text gets long, the machine's memory
+# goes to kept keys and values. The cell fills a `Cache` and measures it: all W
+# texts of a beam have read T words, their source has S. What is the formula?
 
 
 # %%
@@ -8377,10 +8382,10 @@ def bytes_kept(N, D, W, T, S): ...
 # good the model is, and 1,000 are held out for the last test. No sequence is
 # in two of the sets.
 #
-# One layer of width 64 is enough, since copying takes one look. Every
-# 25 updates the model copies the validation set, freely: from `<s>` on
-# it sees only its own output. When three such tests in a row are perfect,
-# training ends.
+# One layer in each stack, of width 64, is enough, since copying takes one
+# look. Every 25 updates the model copies the validation set, freely: from
+# `<s>` on it sees only its own output. When three such tests in a row are
+# perfect, training ends.
 
 
 # %%
@@ -8544,8 +8549,8 @@ def learned_positions_do_as_well(other="learned", seeds=1, updates=400):
 # The second is the reason that the paper gives for its choice: sinusoids
 # "may" carry over to sequences longer than any in training. The model above
 # saw 3 to 10 digits. We give it 200 sequences of each length, and call it
-# carried over if 90 of 100 are still right at 12. (At 10, they are. At 11
-# many are, where learned positions fail at once.)
+# carried over if more than 90 of 100 are still right at 12. (At 10, they are.
+# At 11 many are, where learned positions fail at once.)
 
 
 # %% tags=["claim"]
@@ -8619,8 +8624,8 @@ def sinusoids_extrapolate(lengths=(10, 11, 12), seeds=1, updates=400):
 # - The article shows gender and case: *der Mann*, *den Mann* and *dem Mann*
 #   are all *the man*. So does the adjective: *der alte*, *ein alter*, *dem
 #   alten*.
-# - The finite verb is always second: *heute isst der Mann den Apfel* is
-#   *today the man eats the apple*.
+# - The finite verb, the one that changes with the subject, is always second:
+#   *heute isst der Mann den Apfel* is *today the man eats the apple*.
 # - The verb may be torn in two: *der Mann macht heute die Tür auf* is *the
 #   man opens the door today*.
 # - The participle comes last: *der Mann hat im Garten den Apfel gegessen* is
@@ -8645,11 +8650,11 @@ def sinusoids_extrapolate(lengths=(10, 11, 12), seeds=1, updates=400):
 #
 # A noun is written as its gender (m, f, n), singular, plural and English; an
 # English plural that is more than an added *-s* follows. The gender w marks
-# the weak masculine nouns, which keep their singular for the nominative
-# alone: *der Junge*, but *den Jungen* and *dem Jungen*. A dash says that the
-# noun is not counted: no plural, no *ein*. A plus sign joins English words
-# that stand for a single German one. The kind, in front, says what can be
-# done to the thing.
+# the weak masculine nouns, which keep their singular for the nominative, the
+# case of the subject, alone: *der Junge*, but *den Jungen* and *dem Jungen*. A
+# dash says that the noun is not counted: no plural, no *ein*. A plus sign
+# joins English words that stand for a single German one. The kind, in front,
+# says what can be done to the thing.
 
 # %% tags=["plumbing"]
 NOUN_TABLE = """
@@ -8758,11 +8763,12 @@ ADJECTIVES = {
 # #### The endings
 #
 # A German noun phrase shows gender and case in a strong ending: *-er*, *-en*,
-# *-em* for the three cases of a masculine noun. Usually the article carries
-# it (*dies-er*, *d-er*), and the adjective needs only a weak *-e* or *-en*:
-# *der alte Mann*. But *ein* and *mein* have no ending in three places, and
-# there the adjective must step in: *ein alter Mann*. Without any article it
-# always must: *alte Männer*, *kalter Tee*. The letter p stands for the
+# *-em* for a masculine noun as subject, object and recipient (nominative,
+# accusative and dative; the corpus has no genitive). Usually the article
+# carries it (*dies-er*, *d-er*), and the adjective needs only a weak *-e* or
+# *-en*: *der alte Mann*. But *ein* and *mein* have no ending in three places,
+# and there the adjective must step in: *ein alter Mann*. Without any article
+# it always must: *alte Männer*, *kalter Tee*. The letter p stands for the
 # plural, in which the genders look alike.
 
 # %%
@@ -8799,8 +8805,9 @@ def determiner(article: str, gender: str, case: str) -> str:
 
 
 # %% [markdown]
-# The noun itself changes only if it is weak, and in the dative plural, which
-# wants an *-n*: *den Lehrern*.
+# From case to case the noun itself changes only if it is weak, and in the
+# dative plural, which wants an *-n* where the plural does not end in *-n* or
+# *-s*: *den Lehrern*.
 
 
 # %%
@@ -8814,7 +8821,8 @@ def decline(noun: Noun, case: str, plural: bool) -> str:
 # %% [markdown]
 # A noun phrase comes out as two strings. Both languages order article,
 # adjective and noun alike, so their words match one to one. An indefinite
-# plural has no article, nor has a mass noun: *kleine Kinder*, *kalte Milch*.
+# phrase has no article in the plural, nor where the noun is not counted:
+# *kleine Kinder*, *kalte Milch*.
 
 
 # %% tags=["plumbing"]
@@ -9021,12 +9029,11 @@ PLACES = {
 }
 
 # %% [markdown]
-# The German verb has two places in a sentence, second and last. In the
-# present the last place is empty, or holds the particle. With an auxiliary
-# it holds the main verb, a participle (*hat ... gegessen*) or an infinitive
-# (*kann ... essen*). In the past *hat ... gegessen* is one English word, and
-# both German words are aligned with it. Beware of *will*: it means *wants
-# to*.
+# The German verb has two places in a sentence, second and last. In the present
+# the last place is empty, or holds the particle. With an auxiliary it holds
+# the main verb, a participle (*hat ... gegessen*) or an infinitive (*kann ...
+# essen*). In the past *hat ... gegessen* is one English verb, *ate*, and both
+# German words are aligned with it. Beware of *will*: it means *wants to*.
 
 # %% tags=["plumbing"]
 AUXILIARIES = {
@@ -9064,7 +9071,7 @@ def verb_pieces(verb: Verb, tense: str, plural: bool) -> dict[str, tuple]:
 # The order of a whole sentence is a list of roles. English keeps the verb
 # together and puts place before time. German puts time before place and the
 # object after both, with the finite verb second and the rest of it last. An
-# indefinite recipient moves behind the adverbials, for German likes what is
+# indefinite recipient moves behind time and place, for German likes what is
 # new to come late: *gibt dem Kind heute einen Apfel*, but *gibt heute einem
 # Kind einen Apfel*.
 #
@@ -9309,9 +9316,9 @@ def words_of_a_sentence():
 # that is not among them is read as `<unk>`. With `min_count=2` words seen
 # only once are left out too; then `<unk>` occurs in training, and the model
 # can learn what to do with it. (The generated corpus keeps all its words, so
-# its model never meets `<unk>` in training.) torchtext's `Vocab` counts,
-# sorts and cuts. We keep only its list of words, which is all that a saved
-# model needs.
+# its model never meets `<unk>` in training.) A `Counter` counts, torchtext's
+# `Vocab` sorts and cuts. We keep only its list of words, which is all that a
+# saved model needs.
 
 
 # %%
@@ -9359,8 +9366,8 @@ class Vocabulary:
 # source, target and output. Section 5.1 showed the algorithm; the
 # sentencepiece library runs it on millions of lines, in any script, and
 # knows no more about languages than we did: spaces become `▁`, the rest is
-# characters. It first makes the text uniform (Unicode's NFKC: `…` becomes
-# three dots, several spaces become one). But for that, joining pieces
+# characters. It first makes the text uniform (by Unicode's NFKC `…` becomes
+# three dots; and several spaces become one). But for that, joining pieces
 # gives back the text, and Korean needs no other code than German.
 
 
@@ -9701,9 +9708,10 @@ def ngram_counts(words, n):
 
 # %%
 def bleu_by_hand(outputs, references):
-    """(BLEU, [the four precisions], brevity penalty), in percent.
+    """(BLEU, [the four precisions], brevity penalty).
 
-    For lists of tokenized sentences, one reference each.
+    For lists of tokenized sentences, one reference each; BLEU and the
+    precisions in percent, the penalty from 0 to 1.
     """
     precisions = []
     for n in range(1, 5):
@@ -9787,11 +9795,11 @@ def bleu_equals_sacrebleu():
 # one.
 #
 # **Asked often:** why is my BLEU below the paper's? Its 28.4 is of another
-# test set, after training on 150 times as many pairs as the captions have,
-# with a larger model, beam search and averaged weights. Scores of different
-# test sets cannot be compared; nor can scores of one test set, if words are
-# cut or letters compared otherwise. The same output against the same
-# reference:
+# test set, from English to German, after training on 150 times as many pairs
+# as the captions have, with a larger model, beam search and averaged weights.
+# Scores of different test sets cannot be compared; nor can scores of one test
+# set, if words are cut or letters compared otherwise. The same output against
+# the same reference:
 
 
 # %% tags=["question"]
@@ -9837,11 +9845,12 @@ def perplexity(model, pairs, max_tokens=4096):
 # %% [markdown]
 # #### Exercises
 #
-# **Is it better, or lucky?** (four lines; an hour with a use for it). A score
-# of 200 sentences is partly luck. How much, the *bootstrap* tells: draw 200 of
-# them again and again, some twice, some never, and look at how BLEU varies.
-# Of each sentence we have ten counts: four of hits (n = 1 to 4), four of
-# n-grams, then c and r. A row of `draws` names the sentences of one drawing.
+# **Is it better, or lucky?** (four lines; an hour, if you also compare two
+# models with it). A score of 200 sentences is partly luck. How much, the
+# *bootstrap* tells: draw 200 of them again and again, some twice, some never,
+# and look at how BLEU varies. Of each sentence we have ten counts: four of
+# hits (n = 1 to 4), four of n-grams, then c and r. A row of `draws` names the
+# sentences of one drawing.
 
 
 # %%
@@ -9896,7 +9905,7 @@ bleu_of_draws_in_loops.judged_by(
                 counts[draws].sum(1), largest=9.0
             )
         ),
-        "the four shares are added, not multiplied": (
+        "the four shares must be multiplied, not added": (
             lambda counts, draws: bleu_of_counts(counts[draws].sum(1), False)
         ),
     },
@@ -10073,9 +10082,10 @@ def your_own_sentence():
 
 
 # %% [markdown]
-# The second output has lost the verb and the ball. A model knows its corpus,
-# not the language: words it has never seen become `<unk>`, and an order of
-# words it has never met may go wrong in any way.
+# Here the second output has lost the verb and the ball; in your run it may be
+# wrong in another way. A model knows its corpus, not the language: words it
+# has never seen become `<unk>`, and an order of words it has never met may go
+# wrong in any way.
 
 
 # %% [markdown]
