@@ -7780,9 +7780,8 @@ def fast_form_changes_nothing():
 # **Measured on your machine.** The layers are tiny's, the lengths are like
 # those of captions, the words are random. Each form has one means more than
 # the one before. (Adam *fused* makes its step in one pass over the weights.)
-# A random batch holds 128 pairs: with its padding some four times as many
-# places as a batch of like length, which has 1,024 at most. The forms take
-# turns, and the best of three turns counts.
+# A batch has about 1,024 places in every form, of which padding takes half in
+# the first. The forms take turns, and the best of three turns counts.
 
 
 # %%
@@ -7806,7 +7805,7 @@ def random_pairs(number, vocab, seed=0):
     return pairs
 
 
-def random_batches(pairs, size=128, seed=0):
+def random_batches(pairs, size, seed=0):
     """Endless batches of `size` pairs in no order."""
     draw = random.Random(seed)
     while True:
@@ -7828,7 +7827,8 @@ def training_in_form(form, config, pairs, places=1024, forms=FORMS):
     classes |= HALF if half else {}
     classes |= FAST if "fused attention" in have else {}
     exchange(model, classes)
-    batches = random_batches(pairs)
+    # Captions of random lengths take, padded, some 32 places each.
+    batches = random_batches(pairs, max(1, places // 32))
     if "batches of like length" in have:
         batches = stream(pairs, places, 0)
     gradient = backward
