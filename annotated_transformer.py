@@ -16169,7 +16169,7 @@ class Int8Product:
 
 
 # %% [markdown]
-# As with products in 16 bits, the model stays as it is: its linear maps and
+# As with products in 16 bits, the model keeps its weights: its linear maps and
 # its target embedding change their class, which a `Writer` notices. From then
 # on it is for use only. The integers are made once, so later changes of the
 # weights have no effect.
@@ -17593,8 +17593,9 @@ def main(argv):
 # The paper's symbols and ours, and where in the code they live: `f(x)` is the
 # variable x of the function f. Matrices are as in the paper, where a row x
 # becomes x W; `nn.Linear` keeps them transposed. The letters of the shapes are
-# those of *Start here*; a number has the shape (). K, V, W, F, b and ε have
-# more than one meaning, which the place tells apart.
+# those of *Start here*; a number has the shape (). In Table 1, n is the number
+# of words, d the width, and k that of a convolution. K, V, W, F, b, n and ε
+# have more than one meaning, which the place tells apart.
 #
 # | symbol | meaning | shape | in the code | where |
 # |---|---|---|---|---|
