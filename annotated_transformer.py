@@ -14413,6 +14413,8 @@ def tied_weights_stay_tied():
 # A corpus is a folder with two text files for each part, with one sentence on
 # each line: `train.de` and `train.en`, `val.de` and `val.en`, and so on,
 # plain or compressed (`train.de.gz`). The endings are the language codes.
+# Beside (a) the generated corpus, which needs no files, there are (b) Multi30k
+# and (c) your own.
 
 
 # %% tags=["plumbing"]
@@ -15462,10 +15464,11 @@ def first():
 # update, however many processes there are, up to rounding and to dropout, for
 # which each process draws random numbers of its own. (This is so at the same
 # `--max-tokens`. Where an update consists of several batches, as with base and
-# big, the default gives larger and fewer of them to more processes, so name it
-# if runs are to agree.) If a batch has fewer sentences than there are
-# processes, some have nothing to do. But everyone must take part in the sum,
-# so they take one sentence without its labels, whose gradient is zero.
+# big, the default gives larger and fewer of them to more processes, 20,480 to
+# 32,768 places in all. So name it if runs are to agree.) If a batch has fewer
+# sentences than there are processes, some have nothing to do. But everyone
+# must take part in the sum, so they take one sentence without its labels,
+# whose gradient is zero.
 
 
 # %%
