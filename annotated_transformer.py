@@ -14436,6 +14436,8 @@ def tied_weights_stay_tied():
 # A corpus is a folder with two text files for each part, with one sentence on
 # each line: `train.de` and `train.en`, `val.de` and `val.en`, and so on,
 # plain or compressed (`train.de.gz`). The endings are the language codes.
+# Beside (a) the generated corpus, which needs no files, there are (b) Multi30k
+# and (c) your own.
 
 
 # %% tags=["plumbing"]
@@ -14813,12 +14815,12 @@ def bytes_of_a_pair():
 
 
 # %% [markdown]
-# The lists would fill the memory of most laptops. Even the packed tokens need
+# The lists would fill the memory of many laptops. Even the packed tokens need
 # not be in memory at all. A file can be *mapped*: the operating system then
 # lets us index it as if it were an array, fetches those parts that we touch,
-# and drops them again when memory gets short. So a corpus is encoded once,
-# in a stream, into a file; and training reads from the mapped file the
-# pairs of one batch at a time.
+# and drops them again when memory gets short. So a corpus is encoded once, in
+# a stream, into a file; and training reads from the mapped file the pairs of
+# one batch at a time.
 #
 # In a model of both directions each pair is there twice, but need not be
 # stored twice. Turned round, a source gets `<s>` in the place of its tag, and
@@ -14950,14 +14952,15 @@ def packed_pairs_are_the_pairs():
 
 
 # %% [markdown]
-# The file stays in the folder of the run, as `pairs.pt` (or in that of
-# `--cache`, where several runs can share it), together with the vocabulary.
-# When training starts the next time, it is there. But is it still right? It
-# notes what it was made from: the SHA-256 digests of the two files, the
-# languages, and what was asked of the vocabulary. If one of them is not the
-# same now, all is encoded anew; and a run that is to be *resumed* refuses
-# other texts. Sizes and dates would be quicker to compare than digests, but
-# they can deceive, and digests take only seconds for gigabytes.
+# The packed pairs are then copied into a file that stays: `pairs.pt` in the
+# folder of the run (or in that of `--cache`, where several runs can share it),
+# together with the vocabulary. When training starts the next time, it is
+# there. But is it still right? It notes what it was made from: the SHA-256
+# digests of the two files, the languages, and what was asked of the
+# vocabulary. If one of them is not the same now, all is encoded anew; and a
+# run that is to be *resumed* refuses other texts. Sizes and dates would be
+# quicker to compare than digests, but they can deceive, and digests take only
+# seconds for gigabytes.
 
 
 # %% tags=["plumbing"]
@@ -15216,7 +15219,8 @@ def saved_description(folder):
 # %% [markdown]
 # The log is a text file, `log.jsonl`: one JSON object a line, which pandas
 # reads by `pd.read_json(path, lines=True)`. It has the mean loss of every
-# twenty updates (of fewer after a resume), and what each validation gave.
+# twenty updates (at the end and after a resume it may be of fewer), and what
+# each validation gave.
 
 
 # %% tags=["plumbing"]
@@ -15464,7 +15468,7 @@ def validate_average(run, val, folder, log, options):
 #
 # It works without a GPU as well: two processes of one thread each, on a
 # laptop. Processes are numbered from 0; the number of one is its *rank*. Rank
-# 0 is the first: it alone writes files and speaks.
+# 0 is the first: it alone writes checkpoints and log, and says how it goes.
 
 # %% tags=["plumbing"]
 import torch.distributed as dist
@@ -15485,9 +15489,12 @@ def first():
 # %% [markdown]
 # **What is the same.** Of K processes, each draws the same batches in the
 # same order and takes every K-th sentence of each. A batch is sorted by
-# length, so the shares have nearly as much work. The update is then the same
+# length, so all shares are nearly equal work. The update is then the same
 # update, however many processes there are, up to rounding and to dropout, for
-# which each process draws random numbers of its own. If a batch has fewer
+# which each process draws random numbers of its own. (This is so at the same
+# `--max-tokens`. Where an update consists of several batches, as with base and
+# big, the default gives larger and fewer of them to more processes, 20,480 to
+# 32,768 places in all. So name it if runs are to agree.) If a batch has fewer
 # sentences than there are processes, some have nothing to do. But everyone
 # must take part in the sum, so they take one sentence without its labels,
 # whose gradient is zero.
@@ -15539,7 +15546,7 @@ def shares_add_up_to_the_whole():
     torch.testing.assert_close(added, whole)
     own_means = gradient(shares, [3 * part.count() for part in shares])
     assert (own_means - whole).norm() > 0.01 * whole.norm()
-    nobody = gradient([share(batch, 6, 7)], [1])  # six pairs too few
+    nobody = gradient([share(batch, 6, 7)], [1])  # two pairs too few
     assert nobody.eq(0).all()
 
 
@@ -15688,11 +15695,12 @@ class SharedGradient:
 
 
 # %% [markdown]
-# **What is sent.** The sum goes round in a ring. The gradient is cut into K
-# pieces. In K − 1 turns each process passes a piece on to its neighbour,
-# which adds its own; then each piece is complete somewhere, and in K − 1 more
-# turns the sums go round. So each process sends 2 (K − 1)/K times the size of
-# the gradient, never more than twice its size, however many there are.
+# **What is sent.** Usually the sum goes round in a ring. The gradient is cut
+# into K pieces. In K − 1 turns each process passes a piece on to its
+# neighbour, which adds its own; then each piece is complete somewhere, and in
+# K − 1 more turns the sums go round. So each process sends 2 (K − 1)/K times
+# the size of the gradient, never more than twice its size, however many there
+# are.
 #
 # That gives the cost on paper. An update takes about 6 floating-point
 # operations for each weight and token (2 forward, 4 backward). The time to
@@ -15748,13 +15756,14 @@ def cost_of_adding_up():
 
 # %% [markdown]
 # **What to notice.** More processes share the computing, but each sends as
-# much as before. On eight GPUs in one machine adding up costs little. On 64
-# in eight machines the paper's batch of 25,000 tokens leaves so little to
-# compute for each that they mostly wait for the network. Large clusters
-# therefore use larger batches (the rows with 1,600,000 tokens; the learning
-# rate must then be found anew), send gradients in 16 bits, or add them up
-# within each machine first. A part of the time is hidden, since the last
-# layers' gradients travel while the first layers' are still being computed.
+# much as before. On eight GPUs in one machine adding up takes about a third as
+# long as computing. On 64 in eight machines the paper's batch of 25,000 tokens
+# leaves so little to compute for each that they mostly wait for the network.
+# Large clusters therefore use larger batches (the rows with 1,600,000 tokens;
+# the learning rate must then be found anew), send gradients in 16 bits, or add
+# them up within each machine first. A part of the time is hidden, since the
+# last layers' gradients travel while the first layers' are still being
+# computed.
 #
 # The rest of this section is plumbing: to meet, to agree, to end together.
 # Some decisions are made once, by the first process, and told to the others:
@@ -15896,10 +15905,10 @@ def join_processes():
 # **When one of them dies**, the others cannot go on. `torchrun` stops them
 # all and, with `--max-restarts=3`, starts them anew, up to three times. Then
 # training goes on from the last checkpoint without being told to. The
-# checkpoint holds the random state of every process, so that the end is the
-# same, bit for bit, as if nothing had happened. (With another number of
-# processes a run can be resumed too. Its batches stay the same, dropout does
-# not.)
+# checkpoint holds the random state of every process, so that on processors the
+# end is the same, bit for bit, as if nothing had happened. (With another
+# number of processes a run can be resumed too, at the same `--max-tokens`. Its
+# batches stay the same, dropout does not.)
 
 
 # %% tags=["plumbing"]
@@ -15940,8 +15949,8 @@ def speaks_for_all(store):
 # The weights were chosen on the validation set, and so was the power of the
 # length penalty, `--alpha 1.5` (of 0.6, 1, 1.5 and 2, in earlier runs of
 # English-German and English-French; with the paper's 0.6 the German was 6 %
-# shorter than the references). Each model translated the test set,
-# `test_2016_flickr`, once, with a beam of four.
+# shorter than the references). For the table below each model translated the
+# test set, `test_2016_flickr`, once, with a beam of four.
 #
 # BLEU ignores case and cuts words by sacreBLEU's rules 13a; *cased* minds the
 # case; chrF counts runs of letters instead of words. Minutes are those of the
@@ -16023,15 +16032,16 @@ def speaks_for_all(store):
 # every epoch new, which takes time to repay. R-Drop gives less for twice the
 # minutes. Nor did it help later: 16,000 updates with `--r-drop 5 --factor
 # 0.7`, started `--from` the English-German run above, ended at 38.1 on
-# validation (greedily; 38.2 before, loss 1.638 against 1.630; 115 minutes on
-# one busy core, seed 0, commit dd5ffd7). Attention dropout, other sizes of the
-# vocabulary and both directions jointly are there, and tested, but not
-# measured yet.
+# validation (greedily, by the moving average, which had 38.2 before; loss
+# 1.638 against 1.630; 115 minutes on one busy core, seed 0, commit dd5ffd7).
+# Attention dropout, other sizes of the vocabulary and both directions jointly
+# are there, and tested, but not measured yet.
 #
 # **Data diversification**, at full length. The same preset, seed and number
 # of updates, but on 87,000 pairs: the real ones, those that an English-German
 # model made of them (commit `8431fbd`, 12,000 updates), and those of the
-# published German-English model. BLEU on validation:
+# published German-English model. BLEU on validation, of the moving average; in
+# the last row, of the weights that validation chose:
 #
 # <!-- diversified: tools/results.py -->
 #
@@ -16049,17 +16059,18 @@ def speaks_for_all(store):
 # It learns sooner, and ends higher if it writes greedily. With a beam nothing
 # is left of that. Our guess, not tried: what models write is more alike than
 # what people write, so who learns from it doubts less, and a search finds
-# less to mend. (The loss on the real sentences is worse: 1.73 against 1.63.)
-# So here it buys translations that are cheaper to write, not better ones
-# (seed 0 alone, commit 137fdc8; `results/diversified.json`).
+# less to mend. (The loss on the real sentences is worse: 1.73 against 1.62.)
+# So here it buys translations that are cheaper to write, not better ones (seed
+# 0 alone, commit 137fdc8; `results/diversified.json`).
 
 # %% [markdown]
 # ### The published model, and its attention
 #
-# Beside this book lies the German-English model of that table, in 16 bits:
-# the folder `results/model-de-en`. If you have it, you can translate at
-# once, and look at attention on real text. If you have this file alone, the
-# next cells say so and go on.
+# Beside this book lies the German-English model of the table of scores above,
+# stored in 16 bits (which makes its 40.87 on the test set 40.84): the folder
+# `results/model-de-en`. If you have it, you can translate at once, and look at
+# attention on real text. If you have this file alone, the next cells say so
+# and go on.
 
 
 # %%
@@ -16139,10 +16150,10 @@ def attention_on_captions():
 #
 # A product of matrices spends its time on multiplying and on fetching the
 # weights. Integers of 8 bits are a quarter of the size of a `float32`, and
-# many processors multiply several of them at once. So, in use, each row of x
-# and each row of W is written as integers from −127 to 127 times one factor
-# of its own, its largest magnitude divided by 127. The sums of the products
-# are exact, in 32 bits. At the end each is multiplied by its two factors:
+# many processors multiply more of them at once. So, in use, each row of x and
+# each row of W is written as integers from −127 to 127 times one factor of its
+# own, its largest magnitude divided by 127. The sums of the products are
+# exact, in 32 bits. At the end each is multiplied by its two factors:
 #
 # $$(xW^\top)_{ro} \approx f_r\, g_o \sum_i a_{ri}\, b_{oi}, \qquad
 # a_{ri} = \mathrm{round}(x_{ri} / f_r), \quad
@@ -16153,9 +16164,9 @@ def attention_on_captions():
 # factors of x are found anew for each x, so no sample of data is needed
 # beforehand. And because each row has its own, the other sentences of a
 # batch do not matter. Everything else stays in 32 bits: attention's own
-# products, norms, softmax, sums, and the rows that an embedding looks up.
-# Only used backwards, for the logits, is the embedding multiplied by; that is
-# the largest product of all when V is large.
+# products, norms, softmax, sums, and the rows that an embedding looks up. In 8
+# bits are the linear maps, and the product of the states with the target's
+# embedding that gives the logits; it is the largest of all when V is large.
 
 
 # %%
@@ -16190,7 +16201,7 @@ class Int8Product:
 
 
 # %% [markdown]
-# As with products in 16 bits, the model stays as it is: its linear maps and
+# As with products in 16 bits, the model keeps its weights: its linear maps and
 # its target embedding change their class, which a `Writer` notices. From then
 # on it is for use only. The integers are made once, so later changes of the
 # weights have no effect.
@@ -16467,8 +16478,8 @@ QUANTIZATIONS = (
 # typed in: each line comes from the cell that examined the claim. Not all are
 # findings. Where the paper says how it is built (what is added, shared,
 # dropped), *verified* means that our code does so and works; where it
-# compares its own numbers, that they add up. The two of Section 5.3 on
-# warm-up are Xiong et al.'s.
+# compares its own numbers, that they add up. The two of Section 5.3 that name
+# Xiong et al. are theirs.
 
 # %% tags=["plumbing"]
 VERDICTS = (
@@ -16532,11 +16543,12 @@ def the_ledger():
 # `claims` on the command line examines them without the notebook. With
 # `--full` those that need longer take their long form; `--out` keeps what was
 # found, claim by claim, so that a run that is stopped has lost one claim at
-# most, and goes on with `--resume`. Each is also examined under its `unless`,
-# to see that the verdict can change. The long forms have more seeds or
-# updates. Where one differs from the short form above, trust the long one:
-# three seeds often decide nothing. They found (`make claims`, seed 0, each on
-# one core of an AMD EPYC):
+# most, and goes on with `--resume`. Each that can be checked here is also
+# examined under its `unless`, to see that the verdict can change. The long
+# forms have more seeds or updates. Where one differs from the short form
+# above, trust the long one: three seeds often decide nothing. They found
+# (`make claims`; seed 0 where no other is named; each on one core of an AMD
+# EPYC):
 #
 # <!-- long claims: tools/results.py -->
 #
@@ -16761,8 +16773,8 @@ def run_copy(args):
 
 
 # %% [markdown]
-# `train` checks all that can be wrong before it computes anything: a folder
-# that holds another model, nothing to resume, a corpus that does not fit.
+# `train` checks what can be wrong before its first update: a folder that holds
+# another model, nothing to resume, a corpus that does not fit.
 
 
 # %% tags=["plumbing"]
@@ -17096,8 +17108,9 @@ def run_translate(args):
 
 # %% [markdown]
 # `evaluate` translates a part of a corpus and compares. It prints five
-# sentences side by side first, for a score without a look at the text has
-# misled many. Perplexity and loss are without label smoothing.
+# sentences first, each with its reference and its translation, for a score
+# without a look at the text has misled many. Perplexity and loss are without
+# label smoothing.
 
 
 # %% tags=["plumbing"]
@@ -17356,8 +17369,8 @@ def run_curves(args):
 
 
 # %% [markdown]
-# `export` writes a model for another program. What the package is missing
-# for, and what stands in the way, is said before anything is written.
+# `export` writes a model for another program. If the package is missing, or a
+# folder stands in the way, it says so before anything is written.
 
 
 # %% tags=["plumbing"]
@@ -17569,7 +17582,8 @@ def run_command(argv):
 
 # %% [markdown]
 # And last, the function that ties the commands to exit statuses: 0 if all is
-# well, 2 for wrong input, 130 for Ctrl-C, and 1 if another process is gone.
+# well, 2 for wrong input or a disk that fails, 130 for Ctrl-C, and 1 if
+# another process, or the reader of a pipe, is gone.
 
 
 # %% tags=["plumbing"]
@@ -17610,8 +17624,10 @@ def main(argv):
 #
 # The paper's symbols and ours, and where in the code they live: `f(x)` is the
 # variable x of the function f. Matrices are as in the paper, where a row x
-# becomes x W; `nn.Linear` keeps them transposed. A number has the shape ().
-# K, V, W, F, b and ε have more than one meaning, which the place tells apart.
+# becomes x W; `nn.Linear` keeps them transposed. The letters of the shapes are
+# those of *Start here*; a number has the shape (). In Table 1, n is the number
+# of words, d the width, and k that of a convolution. K, V, W, F, b, n and ε
+# have more than one meaning, which the place tells apart.
 #
 # | symbol | meaning | shape | in the code | where |
 # |---|---|---|---|---|
@@ -17754,13 +17770,15 @@ def main(argv):
 #
 # | what | the paper | here |
 # |---|---|---|
+# | corpus | WMT 2014, 4.5 and 36 million pairs | generated; Multi30k, 29,000 |
 # | vocabulary | 37,000 shared pieces of words | 5,000 for 29,000 pairs |
 # | toy's vocabulary | shared | whole words, a list for each language |
 # | source's end | not said | `</s>` ends the source too |
 # | first weights | not said | Glorot's; embeddings with variance 1/D |
 # | smoothing | not said over what | spread over all V words |
 # | sizes | base and big | these, and smaller ones for a laptop |
-# | schedule | factor 1 | 2.5 for tiny, ½ for toy; linear for laptop |
+# | schedule | factor 1 | ½ to 2.53 for small models; linear for some |
+# | updates | 100,000 and 300,000 | the same; fewer for small models |
 # | warm-up | 4,000 updates | 60 to 2,000 for small models |
 # | norm | after the sum | the same; before, for laptop |
 # | norm's ε | not said | 10⁻⁵, torch's |
@@ -17771,7 +17789,7 @@ def main(argv):
 # | its power α | 0.6 | 0.6; 1.5 in *Multi30k, measured*, by validation |
 # | greatest length | source + 50 | the same; the source's `</s>` counts |
 # | masked scores | −∞ | the lowest finite number |
-# | batch | 25,000 tokens a side | 24,576 places, padding included |
+# | batch | 25,000 tokens a side | 24,576 places with padding, one process |
 # | final weights | mean of the last ones | that, or a better one |
 # | 6.2, 6.3 | other sizes; parsing | on toys |
 #
