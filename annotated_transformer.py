@@ -2547,7 +2547,8 @@ def attend_in_passing(q, blocks): ...
 #
 # One softmax gives one mean. If a verb should look at its subject *and*
 # at its object, one mean has to blur the two. So the paper runs h
-# attentions side by side, each on its own projection of width d_k = D/h:
+# attentions side by side, each on its own *projections* of Q, K and V. These
+# are their products with learned matrices, and d_k = D/h wide:
 #
 # $$\mathrm{head}_i = \mathrm{Attention}(QW_i^Q, KW_i^K, VW_i^V), \qquad
 # \mathrm{MultiHead} = [\mathrm{head}_1; \dots; \mathrm{head}_h]\,W^O$$
@@ -2558,13 +2559,14 @@ def attend_in_passing(q, blocks): ...
 # heads, attention in each, a merge, and the output
 # projection.](images/attention.svg)
 #
-# As each head is h times narrower, all heads together cost about what one
-# wide head costs. In code the h matrices of a kind stand side by side in one
-# D × D matrix. What belongs to which head is a matter of reshaping: with D =
-# 6 and h = 2, each row of 6 numbers is cut into 2 pieces of K = 3. Then the
-# axis of the heads moves in front of that of the positions, so that each head
-# has a matrix of its own. A mask of shape (B, 1, T, S) is repeated over the
-# heads; PyTorch calls this broadcasting.
+# The brackets put the heads side by side, so that the width is D again. As
+# each head is h times narrower, all heads together cost about what one wide
+# head costs. In code the h matrices of a kind stand side by side in one D × D
+# matrix. What belongs to which head is a matter of reshaping: with D = 6 and h
+# = 2, each row of 6 numbers is cut into 2 pieces of K = 3. Then the axis of
+# the heads moves in front of that of the positions, so that each head has a
+# matrix of its own. A mask of shape (B, 1, T, S) is repeated over the heads;
+# PyTorch calls this broadcasting.
 #
 # `(B, T, D)` → cut → `(B, T, H, K)` → swap → `(B, H, T, K)`
 #
@@ -2618,8 +2620,8 @@ def splitting_wrongly():
 
 # %% [markdown]
 # The paper's projections are plain matrices, so these have no bias. The
-# weights of the last call are kept for the charts, but only in evaluation
-# mode (after `.eval()`), where nothing is dropped.
+# attention weights of the last call are kept for the charts, but only in
+# evaluation mode (after `.eval()`), where nothing is dropped.
 #
 # **Asked often:** why dropout on attention weights, which the paper does not
 # mention? So that no query relies on one key alone. A row need then not sum to
@@ -3201,8 +3203,8 @@ class FeedForward(nn.Module):
 
 
 # %% [markdown]
-# The paper remarks that this equals two convolutions of width 1. That can
-# be checked:
+# The paper remarks that this equals two convolutions of width 1. (One of
+# width k makes each position from k neighbouring ones.) That can be checked:
 
 
 # %%
@@ -3623,7 +3625,7 @@ class PositionalEncoding(nn.Module):
 
 
 # %% [markdown]
-# Two pictures of it: four of the waves, and the whole table.
+# Two pictures of it: four of the waves for D = 20, and a whole table.
 
 
 # %%
@@ -4013,9 +4015,10 @@ def turn_by_place(x, places): ...
 # target embedding, used backwards, turns states into logits.
 #
 # The weight matrices of both stacks start from Glorot's uniform distribution,
-# between ±√(6 / (inputs + outputs)). Biases start as torch starts them. *Fills
-# a gap in the paper*, which does not say how they start; its published code
-# had the same matrices, and biases of 0.
+# between ±√(6 / (inputs + outputs)). (Torch calls it by his first name,
+# Xavier.) Biases start as torch starts them. *Fills a gap in the paper*, which
+# does not say how they start; its published code had the same matrices, and
+# biases of 0.
 
 
 # %%
@@ -4167,10 +4170,10 @@ def an_untrained_model():
 # The strongest check there is: copy our weights into `torch.nn.Transformer`,
 # written by others, and compare outputs and gradients, in both norm orders.
 # `nn.Transformer` has no embeddings, positions or logits, so it is the two
-# stacks that we compare; the other parts have checks of their own. There are
-# two differences. With post-norm, torch's stacks still add a final norm,
-# which the paper lacks, so we remove it. And its attention has biases; they
-# start at zero and change nothing.
+# stacks that we compare; the other parts are examined by themselves. There are
+# two differences. With post-norm, torch's stacks still add a final norm, which
+# the paper lacks, so we remove it. And its attention has biases; they start at
+# zero and change nothing.
 
 
 # %%
@@ -4492,12 +4495,12 @@ def gradients_of_both_orders():
 # %% [markdown]
 # **What to notice.** With post-norm the last layer's gradient is many times
 # the first's (how many, depends much on the seed); with pre-norm the largest
-# is about twice the smallest. So, say Xiong et al., a large first step would
-# ruin the last layers of a post-norm stack, and its rate must start small.
-# With Adam (Section 5.3) that can't be all, for it divides by the gradient's
-# size. Liu et al. (2020) blame something else: post-norm leans more on what
-# its sub-layers add, so that a small change of their weights changes the
-# output much.
+# is about twice the smallest, or less. So, say Xiong et al., a large first
+# step would ruin the last layers of a post-norm stack, and its rate must start
+# small. With Adam (Section 5.3) that can't be all, for it divides by the
+# gradient's size. Liu et al. (2020) blame something else: post-norm leans more
+# on what its sub-layers add, so that a small change of their weights changes
+# the output much.
 
 # %% [markdown]
 # ### Exercises
