@@ -2724,9 +2724,9 @@ def heads_cost_what_one_costs(n=64, counts=(1, 2, 4, 8, 16), full_width=False):
 #
 # One head of twice the width can't do it, however it is trained. The marks
 # fix a weight w, and at best the output is W(w·a + (1 − w)·b): *one* mix of
-# a and b, in other coordinates. That makes 2m numbers of 2m numbers, but by
-# a linear map of rank m, which must miss half of their variance. (If both
-# marks are at one place, one head is enough.)
+# a and b, in other coordinates. That makes 2m numbers out of 2m numbers, but
+# by a linear map of rank m, which must miss at least half of their variance.
+# (If both marks are at one place, one head is enough.)
 
 
 # %% tags=["claim"]
@@ -4494,7 +4494,7 @@ def gradients_of_both_orders():
 
 # %% [markdown]
 # **What to notice.** With post-norm the last layer's gradient is many times
-# the first's (how many, depends much on the seed); with pre-norm the largest
+# the first's (how many depends much on the seed); with pre-norm the largest
 # is about twice the smallest, or less. So, say Xiong et al., a large first
 # step would ruin the last layers of a post-norm stack, and its rate must start
 # small. With Adam (Section 5.3) that can't be all, for it divides by the
@@ -4507,7 +4507,7 @@ def gradients_of_both_orders():
 #
 # **Find the leak** (two lines). `f` takes T vectors and gives T vectors.
 # Which outputs depend on which inputs? The cell changes one input after the
-# other and looks what moves. Find it from the derivatives. With such a tool
+# other and sees what moves. Find it from the derivatives. With such a tool
 # you can see a mask at work, or a leak in one, in any model.
 
 
