@@ -2170,8 +2170,9 @@ def lookup_losses(d_k, seeds, updates, new_words=False):
 # "Equally well" shall mean that the losses differ by less than 0.1, "better"
 # that they differ by more. (At d_k = 4 additive attention falls behind. The
 # second claim is a matter of time: trained longer, it fails, for the gap
-# closes. With `new_words`, drawn afresh each time, it fails too: what cannot
-# be known by heart, additive attention does not learn to compare.)
+# closes. With `new_words`, drawn afresh each time, it fails too: words that
+# can't be known by heart must be compared, which additive attention learns far
+# more slowly than dot products do.)
 
 
 # %% tags=["claim"]
@@ -2215,7 +2216,7 @@ def additive_is_better_for_large_d_k(
 # %% [markdown]
 # ##### Exercises
 #
-# **Attention without a loop** (three lines). One query and many keys: the
+# **Attention without a loop** (two lines). One query and many keys: the
 # cell says in loops what to compute. Say it in tensors.
 
 
@@ -2283,9 +2284,10 @@ def ask(q, K, V): ...
 # %% [markdown]
 # **Scores of a thousand** (two lines). The weights are e^score as a share of
 # the row's sum. But e¹⁰⁰⁰ is more than a float can hold, and e⁻¹⁰⁰⁰ is 0.
-# The cell does without either, at the price of a loop in a loop. Write the
-# softmax yourself, with `exp` and `sum`, so that no score is too large or
-# small.
+# The cell takes e to differences of scores only, at the price of a loop in a
+# loop. (Where that is too much for a float, the share is 1/inf, which is 0, as
+# it should be.) Write the softmax yourself, with `exp` and `sum`, so that no
+# score is too large or small.
 
 
 # %%
@@ -2432,11 +2434,11 @@ def attend_or_not(Q, K, V, mask): ...
 
 # %% [markdown]
 # **Keys that pass by** (an hour). One query, and keys and values that come
-# block by block, as if from a disk. When a block comes, those before it are
-# gone. The cell keeps them all; do it with one block and a few sums at a
-# time. Scores may be large. Fast attention for GPUs rests on this trick
-# (Milakov and Gimelshein, 2018): it never has the whole table of weights (Dao
-# et al., 2022).
+# block by block, as if from a disk: some n of each in a block, and E numbers
+# in a value. When a block comes, those before it are gone. The cell keeps them
+# all; do it with one block and a few sums at a time. Scores may be large. Fast
+# attention for GPUs rests on this trick (Milakov and Gimelshein, 2018): it
+# never has the whole table of weights (Dao et al., 2022).
 
 
 # %%
@@ -2545,7 +2547,8 @@ def attend_in_passing(q, blocks): ...
 #
 # One softmax gives one mean. If a verb should look at its subject *and*
 # at its object, one mean has to blur the two. So the paper runs h
-# attentions side by side, each on its own projection of width d_k = D/h:
+# attentions side by side, each on its own *projections* of Q, K and V. These
+# are their products with learned matrices, and d_k = D/h wide:
 #
 # $$\mathrm{head}_i = \mathrm{Attention}(QW_i^Q, KW_i^K, VW_i^V), \qquad
 # \mathrm{MultiHead} = [\mathrm{head}_1; \dots; \mathrm{head}_h]\,W^O$$
@@ -2556,13 +2559,14 @@ def attend_in_passing(q, blocks): ...
 # heads, attention in each, a merge, and the output
 # projection.](images/attention.svg)
 #
-# As each head is h times narrower, all heads together cost about what one
-# wide head costs. In code the h matrices of a kind stand side by side in one
-# D × D matrix. What belongs to which head is a matter of reshaping: with D =
-# 6 and h = 2, each row of 6 numbers is cut into 2 pieces of K = 3. Then the
-# axis of the heads moves in front of that of the positions, so that each head
-# has a matrix of its own. A mask of shape (B, 1, T, S) is repeated over the
-# heads; PyTorch calls this broadcasting.
+# The brackets put the heads side by side, so that the width is D again. As
+# each head is h times narrower, all heads together cost about what one wide
+# head costs. In code the h matrices of a kind stand side by side in one D × D
+# matrix. What belongs to which head is a matter of reshaping: with D = 6 and h
+# = 2, each row of 6 numbers is cut into 2 pieces of K = 3. Then the axis of
+# the heads moves in front of that of the positions, so that each head has a
+# matrix of its own. A mask of shape (B, 1, T, S) is repeated over the heads;
+# PyTorch calls this broadcasting.
 #
 # `(B, T, D)` → cut → `(B, T, H, K)` → swap → `(B, H, T, K)`
 #
@@ -2583,14 +2587,15 @@ def splitting_heads():
 
 
 # %% [markdown]
-# **Asked often:** how do the view and the transpose of the heads work, and
-# how does the mask broadcast over them? `view` (or `unflatten`) only cuts: it
+# **Asked often:** how do the view and the transpose of the heads work, and how
+# does the mask broadcast over them? `view` (or `unflatten`) only cuts: it
 # never moves a number. So a row of D numbers must be cut into (H, K), in this
-# order, and the two axes T and H then be swapped. One `view` straight to
-# (B, H, T, K) has the right shape and the wrong numbers: its "head 0" below
-# is position 0, and its "head 1" position 1. As for the mask, an axis of size
-# 1 is repeated until it fits the scores (B, H, T, S); axes that are missing
-# in front count as 1.
+# order, and the two axes T and H then be swapped. One `view` straight to (B,
+# H, T, K) has the right shape and the wrong numbers: its "head 0", shown
+# below, is position 0, and its "head 1" would be position 1. As for the mask,
+# an axis of size 1 is repeated until it fits the scores (B, H, T, S); axes
+# that are missing in front count as 1. So a mask (B, S) is an error, or worse:
+# where B = T it fits, and query t gets the mask of sentence t.
 
 
 # %% tags=["question"]
@@ -2615,12 +2620,12 @@ def splitting_wrongly():
 
 # %% [markdown]
 # The paper's projections are plain matrices, so these have no bias. The
-# weights of the last call are kept for the charts, but only in evaluation
-# mode, and as they were before dropout.
+# attention weights of the last call are kept for the charts, but only in
+# evaluation mode (after `.eval()`), where nothing is dropped.
 #
 # **Asked often:** why dropout on attention weights, which the paper does not
-# mention? So that no query relies on one key alone. A row that has lost a
-# weight no longer sums to 1; only its mean over many draws does.
+# mention? So that no query relies on one key alone. A row need then not sum to
+# 1 any more; only its mean over many draws does.
 #
 # *Differs from the paper*: `attention_dropout` drops attention weights.
 # The paper does not mention it (its published code had it), so it is 0.
@@ -2656,9 +2661,10 @@ class MultiHeadAttention(nn.Module):
 
 
 # %% [markdown]
-# The same weights in torch's module must give the same result. Torch keeps
-# Q, K and V in one matrix, one below the other, and reads boolean masks
-# the other way round: there, True means "may *not* attend".
+# The same weights in torch's module must give the same result. The module
+# keeps W_Q, W_K and W_V in one matrix, one below the other, and reads boolean
+# masks the other way round: there, True means "may *not* attend". (Torch's
+# function, with which we compared `attention`, reads them as we do.)
 
 
 # %%
@@ -2711,15 +2717,16 @@ def heads_cost_what_one_costs(n=64, counts=(1, 2, 4, 8, 16), full_width=False):
 
 
 # %% [markdown]
-# Why several? With one head, says the paper, averaging inhibits. Let keys
-# mark two places, and a query ask for the values of both, a and b, of m = 8
-# numbers each. Two heads are set by hand: each finds one mark, and copies.
+# Why several? To attend to several places at once; with one head, says the
+# paper, "averaging inhibits this". Let keys mark two places, and a query ask
+# for the values of both, a and b, of m = 8 numbers each. Two heads are set by
+# hand: each finds one mark, and copies.
 #
 # One head of twice the width can't do it, however it is trained. The marks
 # fix a weight w, and at best the output is W(w·a + (1 − w)·b): *one* mix of
-# a and b, in other coordinates. That makes 2m numbers of 2m numbers, but by
-# a linear map of rank m, which must miss half of their variance. (If both
-# marks are at one place, one head is enough.)
+# a and b, in other coordinates. That makes 2m numbers out of 2m numbers, but
+# by a linear map of rank m, which must miss at least half of their variance.
+# (If both marks are at one place, one head is enough.)
 
 
 # %% tags=["claim"]
@@ -2778,9 +2785,10 @@ def averaging_inhibits(updates=300, m=8, same_place=False):
 
 
 # %% [markdown]
-# **Attention knows no order.** Without positions, exchange two rows of the
-# input, and the same two rows of the output are exchanged. This is called
-# permutation equivariance, and it is why Section 3.5 must add positions.
+# **Attention knows no order.** Without positions and masks, exchange two rows
+# of the input, and the same two rows of the output are exchanged. This is
+# called permutation equivariance, and it is why Section 3.5 must add
+# positions.
 
 
 # %%
@@ -3195,8 +3203,8 @@ class FeedForward(nn.Module):
 
 
 # %% [markdown]
-# The paper remarks that this equals two convolutions of width 1. That can
-# be checked:
+# The paper remarks that this equals two convolutions of width 1. (One of
+# width k makes each position from k neighbouring ones.) That can be checked:
 
 
 # %%
@@ -3265,11 +3273,11 @@ def network_by_position_and_layer(one_for_all=False):
 # %% [markdown]
 # #### Exercises
 #
-# **Which unit speaks?** (a line). The network is also a sum over its F hidden
-# units. Unit f compares x with row f of `W_1` and, as far as they agree, adds
-# column f of `W_2` to the result. (Geva et al., 2021, call this a memory of
-# keys and values.) How long is the vector that each unit adds at each
-# position? The matrices are as `nn.Linear` keeps them.
+# **Which unit speaks?** (a line). But for b_2, the network is a sum over its F
+# hidden units. Unit f compares x with row f of `W_1` and, as far as they
+# agree, adds column f of `W_2` to the result. (Geva et al., 2021, call this a
+# memory of keys and values.) How long is the vector that each unit adds at
+# each position? The matrices are as `nn.Linear` keeps them.
 
 
 # %%
@@ -3533,11 +3541,13 @@ def embedding_gradient(tokens, grad, vocab): ...
 # $$PE_{pos,2i} = \sin\frac{pos}{10000^{2i/D}}, \qquad
 #   PE_{pos,2i+1} = \cos\frac{pos}{10000^{2i/D}}$$
 #
+# Here *i* numbers the pairs of dimensions, and both *i* and *pos* start at 0.
+#
 # Think of the hands of many clocks. The first goes round once in 2π ≈ 6.3
-# words and tells neighbours apart. The last takes about 10,000·2π words, so
-# no sentence is long enough to see the same time twice. By hand, with D = 4:
-# position 1 is (sin 1, cos 1, sin 0.01, cos 0.01) = (0.841, 0.540, 0.010,
-# 1.000).
+# words and tells neighbours apart. The last takes, for D = 512, almost
+# 10,000·2π words, so no sentence is long enough to see the same time twice. By
+# hand, with D = 4: position 1 is (sin 1, cos 1, sin 0.01, cos 0.01) = (0.841,
+# 0.540, 0.010, 1.000).
 #
 # **Asked often:** why add the positions and not concatenate them, and why
 # 10000? Concatenated, word e and position p would meet a matrix next, and
@@ -3615,7 +3625,7 @@ class PositionalEncoding(nn.Module):
 
 
 # %% [markdown]
-# Two pictures of it: four of the waves, and the whole table.
+# Two pictures of it: four of the waves for D = 20, and a whole table.
 
 
 # %%
@@ -3886,8 +3896,8 @@ def likeness(p, q, d_model): ...
 # **Positions that turn** (an hour). Many later models add no encoding. They
 # *turn* queries and keys instead (Su et al., 2021): a pair of dimensions is a
 # point in the plane, and pair i at position *pos* is turned by the angle
-# $pos/10000^{2i/K}$. Then q·k depends on the distance of the two positions
-# alone. Write it without a loop. Which dimensions make a pair is for you to
+# $pos/10000^{2i/K}$. Then of the two positions only their difference enters
+# q·k. Write it without a loop. Which dimensions make a pair is for you to
 # choose: no numbers are compared, but what any such turn must do is tried.
 
 
@@ -3987,7 +3997,7 @@ turning_in_loops.judged_by(
 # ```
 #
 # Turned by m and by n, q and k stand at the angle between them plus n − m. So
-# the positions enter by their distance only.
+# the positions enter by their difference only (and its sign does count).
 #
 # </details>
 
@@ -4004,10 +4014,11 @@ def turn_by_place(x, places): ...
 # decoder turns the memory and the target so far into states, and the
 # target embedding, used backwards, turns states into logits.
 #
-# Weight matrices start from Glorot's uniform distribution, between ±√(6 /
-# (inputs + outputs)). Biases start as torch starts them. *Fills a gap in the
-# paper*, which does not say how they start; its published code had the same
-# matrices, and biases of 0.
+# The weight matrices of both stacks start from Glorot's uniform distribution,
+# between ±√(6 / (inputs + outputs)). (Torch calls it by his first name,
+# Xavier.) Biases start as torch starts them. *Fills a gap in the paper*, which
+# does not say how they start; its published code had the same matrices, and
+# biases of 0.
 
 
 # %%
@@ -4150,18 +4161,19 @@ def an_untrained_model():
 # The loss is above ln 14, for the guesses are not even, and uneven guesses
 # made blindly lose more than they win. And why does it repeat `<s>`? The
 # residual connections carry the embedding of the last word read through to
-# the output, where the same matrix recognizes it. An untrained Transformer is
-# a parrot with a stutter.
+# the output, where the same matrix recognizes it. (From another seed it may
+# start with another word, and repeat that.) An untrained Transformer is a
+# parrot with a stutter.
 #
 # ### The same as torch's own Transformer
 #
 # The strongest check there is: copy our weights into `torch.nn.Transformer`,
 # written by others, and compare outputs and gradients, in both norm orders.
 # `nn.Transformer` has no embeddings, positions or logits, so it is the two
-# stacks that we compare; the other parts have checks of their own. There are
-# two differences. With post-norm, torch's stacks still add a final norm,
-# which the paper lacks, so we remove it. And its attention has biases; they
-# start at zero and change nothing.
+# stacks that we compare; the other parts are examined by themselves. There are
+# two differences. With post-norm, torch's stacks still add a final norm, which
+# the paper lacks, so we remove it. And its attention has biases; they start at
+# zero and change nothing.
 
 
 # %%
@@ -4207,10 +4219,10 @@ def copy_attention(ours, theirs):
 
 
 # %% [markdown]
-# The check runs on a padded batch, in double precision, with all weights
-# drawn at random (norms and biases too, which start at 1 and 0). It
-# compares the states of the real positions, and the gradients of both
-# inputs and of one projection, W_O of the first encoder layer.
+# The check runs on a padded batch, in double precision, with all weights drawn
+# at random (those of the norms too, which start at 1 and 0). It compares the
+# states of the real positions, and the gradients of both inputs and of one
+# projection, W_O of the first encoder layer.
 
 
 # %%
@@ -4379,7 +4391,9 @@ def predictions_know_what_is_before(T=8, shift=1):
 # %% [markdown]
 # One matrix, three uses (Section 3.4). If it is one, its gradient is the sum
 # of what three separate matrices would get. And (Section 3.5) without
-# positions, a shuffled source gives a shuffled memory, and nothing else:
+# positions, a shuffled source gives a shuffled memory, and nothing else. (That
+# is the encoder. The decoder's mask hides from each position what is later,
+# and so gives away something of the order.)
 
 
 # %% tags=["claim"]
@@ -4438,7 +4452,8 @@ def order_comes_from_positions(words=7, positions=False):
 # Why does it matter where the norm goes? Look at the gradient of an
 # untrained model, one value for each layer of the decoder. Xiong et al.
 # (2020) found that post-norm gives the layers near the output much larger
-# gradients than the others, and that warm-up (Section 5.3) is the remedy.
+# gradients than the others. So, they say, it needs warm-up (Section 5.3), and
+# pre-norm does not.
 
 
 # %%
@@ -4479,20 +4494,20 @@ def gradients_of_both_orders():
 
 # %% [markdown]
 # **What to notice.** With post-norm the last layer's gradient is many times
-# the first's (how many, depends much on the seed); with pre-norm the largest
-# is about twice the smallest. So, say Xiong et al., a large first step would
-# ruin the last layers of a post-norm stack, and its rate must start small.
-# With Adam (Section 5.3) that can't be all, for it divides by the gradient's
-# size. Liu et al. (2020) blame something else: post-norm leans more on what
-# its sub-layers add, so that a small change of their weights changes the
-# output much.
+# the first's (how many depends much on the seed); with pre-norm the largest
+# is about twice the smallest, or less. So, say Xiong et al., a large first
+# step would ruin the last layers of a post-norm stack, and its rate must start
+# small. With Adam (Section 5.3) that can't be all, for it divides by the
+# gradient's size. Liu et al. (2020) blame something else: post-norm leans more
+# on what its sub-layers add, so that a small change of their weights changes
+# the output much.
 
 # %% [markdown]
 # ### Exercises
 #
 # **Find the leak** (two lines). `f` takes T vectors and gives T vectors.
 # Which outputs depend on which inputs? The cell changes one input after the
-# other and looks what moves. Find it from the derivatives. With such a tool
+# other and sees what moves. Find it from the derivatives. With such a tool
 # you can see a mask at work, or a leak in one, in any model.
 
 
