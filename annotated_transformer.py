@@ -42,9 +42,9 @@
 # the command line.
 #
 # Cells of code are short, and a sentence before each says what it is for.
-# *Differs from the paper* marks where we depart from it, *Beyond the paper*
-# what we add. The sizes of the small models are ours too; all else is the
-# paper's own default.
+# *Differs from the paper* marks where we depart from it, *Fills a gap in the
+# paper* what it does not say, and *Beyond the paper* what we add. The sizes of
+# the small models are ours too; all else is the paper's own default.
 #
 # **Run.** As a notebook, each example shows its result as you pass it. As a
 # script, `python annotated_transformer.py` learns to copy sequences and
@@ -3265,8 +3265,8 @@ def network_by_position_and_layer(one_for_all=False):
     )
     return bool(places < 1e-5 < layers), (
         f"the same vector at 5 positions gives results that differ by "
-        f"{places:.3f}; in two of the {len(networks)} layers, by "
-        f"{layers:.3f} at least"
+        f"{places:.3f}; those of any two of the {len(networks)} layers "
+        f"differ by {layers:.3f} at least"
     )
 
 
@@ -3750,7 +3750,8 @@ def one_matrix_looks_back(offsets=(1, 7, 50), places=400, random=False):
         right.append(found.item())
     return min(right) > 0.99, (
         f"with one matrix each, {', '.join(f'{r:.0%}' for r in right)} of "
-        f"{places} places look exactly k = {offsets} places back"
+        f"the places that can look exactly k = {offsets} places back, of "
+        f"{places}, do so"
     )
 
 
@@ -4488,7 +4489,7 @@ def gradients_of_both_orders():
         "gradient norm of W_1",
         "At the start, post-norm favours the last layers",
         "Line chart: with post-norm the gradient grows towards the last of "
-        "12 layers; with pre-norm it stays about level.",
+        "12 layers; with pre-norm it changes little, and rather falls.",
     )
 
 
@@ -10583,8 +10584,8 @@ def beam_chart(translator, sentence, width=4):
         width=52 * max(step),
         height=36 * width,
         title="The beam, step by step",
-        description="A tree of beginnings: each column holds the best four "
-        "after so many words, with lines from each to its continuations.",
+        description=f"A tree of beginnings: each column holds the {width} "
+        "best after so many words, with lines from each to its continuations.",
     )
     return found, chart
 
@@ -11430,6 +11431,8 @@ class ScoredAttention(NarrowAttention):
 
 def scored(model, d_k, hidden):
     """Give all attentions a network of their own for their scores."""
+    if d_k is None:
+        raise InputError("additive scores need a d_k, like d_k=2")
     exchange(model, {NarrowAttention: ScoredAttention})
     for part in model.modules():
         if isinstance(part, ScoredAttention):
@@ -11581,7 +11584,8 @@ def smoothing_changes(measure, **how):
         base | {"smoothing": 0.1}, base | {"smoothing": 0.0},
         measure=measure, **how,
     )  # fmt: skip
-    words = f"smoothing changes the {measure} by {told(mean, half, **how)}"
+    name = "smoothed loss" if measure == "smoothed" else measure
+    words = f"smoothing changes the {name} by {told(mean, half, **how)}"
     return decided(mean, half), words
 
 
