@@ -12360,9 +12360,10 @@ def attention_maps_sum_to_one():
 
 
 # %% [markdown]
-# A sentence with all that is difficult: the fronted adverb moves the
-# subject behind the verb, and the participle waits at the end. Here is the
-# cross-attention of the last layer, in all its heads.
+# A sentence with much that is difficult: the adverb in front (*heute*) moves
+# the subject (*der alte Lehrer*) behind the verb, and the participle
+# (*gegeben*) waits at the end. Here is the cross-attention in the last layer
+# of the model trained in *A real example*, in all its heads.
 
 # %%
 SENTENCE = "heute hat der alte Lehrer dem Kind einen Apfel gegeben ."
@@ -12383,15 +12384,15 @@ def cross_attention_of_a_sentence():
         "query (English word read → written)",
         f"Cross-attention, layer {layer}",
         "Heat maps of cross-attention, one for each head: in nearly every "
-        "row one bright cell, on the German word that is translated there.",
+        "row one bright cell, mostly on the German word translated there.",
         columns=2, cell=16,
     )  # fmt: skip
 
 
 # %% [markdown]
-# **What to notice.** In every head, nearly each row has one bright cell: the
-# German word that is being translated. It is not a diagonal: look where
-# `given` is written, and which word it looks at.
+# **What to notice.** In every head, nearly each row has one bright cell, and
+# mostly it is the German word that is being translated. It is not a diagonal:
+# look where `given` is written, and which word it looks at.
 #
 # ### The attention explorer
 #
@@ -12622,13 +12623,14 @@ def exploring_attention():
 
 
 # %% [markdown]
-# **What to notice.** In the last layer's cross-attention the bright cells sit
-# in the rings. Choose *encoder self-attention*: in layer 2 most words look at
-# themselves or no further than two places away; in layer 1 about half of them
-# look at `</s>`, which tells little. (Which head does what is chance: with
-# another seed it may be another head.) Choose *decoder self-attention*: it
-# sees only what is to its left, so its upper triangle is empty. (Where
-# scripts are off, you see one head.)
+# **What to notice.** In the last layer's cross-attention most of the bright
+# cells sit in rings (the row that writes `</s>` has none). Choose *encoder
+# self-attention*: in layer 2 most words look at themselves or no further than
+# two places away; in layer 1 about half of them look at `</s>`, which tells
+# little. (Which head does what is chance: with another seed it may be another
+# head.) Choose *decoder self-attention*: a word sees only itself and what is
+# to its left, so the upper triangle is empty. (Where scripts are off, you see
+# one head.)
 
 # %% [markdown]
 # ### Attention against the true alignment
@@ -12738,7 +12740,7 @@ def attention_against_the_alignment():
 # *hat* with *gestern* is the past, with *heute* the perfect: so the time
 # decides what *hat* means, wherever it stands. The two roles *itself* need no
 # head (the residual connection carries each word along), and are listed to
-# see how many heads do just that.
+# see whether a head does just that.
 
 # %% tags=["plumbing"]
 ARTICLES = {
@@ -12857,13 +12859,15 @@ def role_hits(weights, wanted):
 def role_scores(translator, pairs, roles=ROLES):
     """{(kind, role): share of right looks (N, H)}, and how often asked."""
     model, hits, asked = translator.model, Counter(), Counter()
+    device = next(model.parameters()).device
     for pair in pairs:
         src, tgt = translator.encode_pair(pair.de.split(), pair.en.split())
-        batch = Batch(torch.tensor([src]), torch.tensor([tgt]))
+        batch = Batch(torch.tensor([src]), torch.tensor([tgt])).to(device)
         with evaluating(model):
             model(batch.src, batch.read)
         for kind, of in roles.items():
-            maps = torch.cat([a.weights for a in attentions(model, kind)])
+            layers = attentions(model, kind)
+            maps = torch.cat([a.weights for a in layers]).cpu()
             for role, wanted in of(pair).items():
                 hits[kind, role] += role_hits(maps, wanted)
                 asked[kind, role] += len(wanted)
@@ -12907,7 +12911,7 @@ def untrained_toy(seed=1):
     return new_translator(vocabularies, ("de", "en"), TOY)
 
 
-@functools.cache
+@functools.lru_cache(None, typed=True)  # else True and 1 are one key
 def roles_of(trained, part, sentences):
     """`role_scores` of the toy translator on a part of its corpus.
 
@@ -12947,9 +12951,10 @@ def heads_and_their_roles():
 
 # %% [markdown]
 # **What to notice.** The clear roles are those that translation needs: the
-# word to be written, and the two halves of a torn verb, each with a head of
-# its own. In the encoder of this small model few heads do what a grammar book
-# would have them do. Those that do look from *hat* to the time, near or far.
+# word to be written, and the two halves of a torn verb, here each with a head
+# of its own. In the encoder of this small model few heads do what a grammar
+# book would have them do. Those that do look from *hat* to the time, near or
+# far.
 #
 # The paper's claims, by these scores. We say that a head *has* a role if it
 # looks right at least half of the time, and at least twice as often as the
@@ -13023,7 +13028,7 @@ def heads_bridge_distance(sentences=300, role="verb: its rest", apart=3):
 # %% [markdown]
 # Figure 5: what many heads do has to do with how the sentence is built. We
 # count the encoder's heads that look right in one of the five roles of
-# grammar at least half of the time, and more often than any head of four
+# grammar more than half of the time, and more often than any head of four
 # untrained models. Many is half of them. (The paper shows two: `many=2`.)
 
 
@@ -13189,8 +13194,8 @@ def looked_at_in_loops(weights):
 
 # %% tags=["exercise"]
 def draw_maps():
-    scores = 3 * torch.randn(2, 2, 4, 4)
-    hidden = ~causal_mask(4)
+    scores = 3 * torch.randn(2, 2, 4, 5)  # fewer queries than keys
+    hidden = ~causal_mask(5)[1:]
     return (scores.masked_fill(hidden, -math.inf).softmax(-1),)
 
 
@@ -13230,7 +13235,7 @@ def looked_at(weights): ...
 
 
 # %% [markdown]
-# **Through all layers** (three lines). A head of the second layer looks at
+# **Through all layers** (four lines). A head of the second layer looks at
 # what the first layer has mixed already. *Attention rollout* (Abnar and
 # Zuidema, 2020) follows every path from a word at the top down to the words of
 # the sentence: at each layer half stays where it is, by the residual, and half
