@@ -6219,7 +6219,7 @@ def step_position():
 
 # %% [markdown]
 # **Queries, keys and values** (Section 3.2.2). The first two columns of each
-# belong to head 1, the last two to head 2.
+# belong to head 1, the last two to head 2. (In $W^O$ it is the rows.)
 #
 # By hand: the first column of $W^Q$ adds components 1 and 4 of x. So the query
 # of *Anna* begins with −2 + (−1) = −3.
