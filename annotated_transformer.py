@@ -6025,14 +6025,15 @@ def gradient_at_logits(logits, labels): ...
 # ## One example through everything
 #
 # *You may pass over this chapter: nothing later needs it.* One sentence goes
-# through the whole model, and every number on its way is printed: *Anna liebt
-# Otto*, German for *Anna loves Otto*. The model is this book's `Transformer`
-# with D = 4, two heads, one layer in each stack and F = 3. Its weights are −1,
-# 0 and 1, so that you can do it all again with a pencil; biases are 0 and
-# gains are 1. They were not trained, but found by trying out, and few as they
-# are, they translate: *Otto liebt Anna* as well. After each step, one number
-# is worked by hand. What is printed is rounded (0.000 is small, 0 is nothing),
-# but the model goes on with all digits, so your last one may differ.
+# through the whole model, and nearly every number on its way is printed: *Anna
+# liebt Otto*, German for *Anna loves Otto*. The model is this book's
+# `Transformer` with D = 4, two heads, one layer in each stack and F = 3. Its
+# weights are −1, 0 and 1, so that you can do it all again with a pencil;
+# biases are 0 and gains are 1. They were not trained, but found by trying out,
+# and few as they are, they translate: *Otto liebt Anna* as well. With most
+# steps, at least one number is worked by hand. What is printed is rounded
+# (0.000 is small, 0 is nothing), but the model goes on with all digits, so
+# your last one may differ.
 #
 # The folded cell has the weights as the paper writes them (a row times the
 # matrix), $W^Q$, $W^K$, $W^V$ and $W^O$ of an attention side by side.
@@ -6218,7 +6219,7 @@ def step_position():
 
 # %% [markdown]
 # **Queries, keys and values** (Section 3.2.2). The first two columns of each
-# belong to head 1, the last two to head 2.
+# belong to head 1, the last two to head 2. (In $W^O$ it is the rows.)
 #
 # By hand: the first column of $W^Q$ adds components 1 and 4 of x. So the query
 # of *Anna* begins with −2 + (−1) = −3.
@@ -6276,8 +6277,9 @@ def step_weights():
 
 
 # %% [markdown]
-# **What to notice.** Where scores lie 10 or more apart, the choice is hard:
-# whole numbers are large weights for so small a model.
+# **What to notice.** Where one score lies 10 or more above the others, it
+# takes nearly all of the weight. Such scores come from the whole numbers,
+# which are large weights for so small a model.
 #
 # **Heads, residual, norm** (Sections 3.2.2 and 3.1). Each head is the weighted
 # mean of its values; the heads side by side go through $W^O$, x is added, and
@@ -6478,9 +6480,9 @@ def gradient_by_hand(unit, dimension):
 # %% [markdown]
 # By hand, in the row of `<s>`:
 #
-# 1. At *Anna* the difference is (0.661 − 0.9125) / 4 = −0.0629. All eight give
-#    the third number at the state: −0.0037 − 0.0028 − 0.0005 + 0.0628 + 0.0098
-#    − 0.0513 + 0.0024 = 0.0167.
+# 1. At *Anna* the difference is (0.661 − 0.9125) / 4 = −0.0629. All eight
+#    (that of `<pad>` times 0) give the third number at the state:
+#    −0.0037 − 0.0028 − 0.0005 + 0.0628 + 0.0098 − 0.0513 + 0.0024 = 0.0167.
 # 2. The mean of g is (0.0212 − 0.0095 + 0.0166 + 0.0446) / 4 = 0.0182, that of
 #    g ⊙ n is (−0.0095 · 1.592 + 0.0166 · (−0.480) + 0.0446 · (−1.112)) / 4 =
 #    −0.0182, and σ is √((0.569² + 0.172² + 0.398²) / 4) = 0.358, for the mean
@@ -6532,8 +6534,8 @@ def gradient_by_hand_is_autograds():
 
 
 # %% [markdown]
-# And the whole way once more as on paper, which is to say with nothing but
-# lists and numbers, and none of the book's classes.
+# And the whole way to the loss once more as on paper, which is to say with
+# nothing but lists and numbers, and none of the book's classes.
 
 # %% tags=["plumbing"]
 
@@ -6645,7 +6647,7 @@ class Recipe:
     clip: float | None = None  # largest gradient norm; the paper has none
     seed: int = 0
     # Beyond the paper, explained under "Levers"; off unless asked for:
-    decay: str = "root"  # or "linear", down to 0 at the last update
+    decay: str = "root"  # or "linear", to reach 0 after the last update
     ema: float = 0.0  # decay of the moving average of the weights
     r_drop: float = 0.0  # weight of the distance between two passes
     bpe_dropout: float = 0.0  # part of the merges left out
@@ -6819,9 +6821,9 @@ def gpu_load():
 
 
 # %% [markdown]
-# While it runs, a script shows a progress bar with the loss, real tokens
-# per second, the learning rate, and the load of the GPU if there is one.
-# A notebook prints samples instead.
+# While it runs, a script shows a progress bar with the loss, real target
+# tokens per second, the learning rate, and the load of the GPU if there is
+# one. A notebook prints samples instead.
 
 
 # %%
@@ -6847,7 +6849,7 @@ def progress(updates, recipe, done=0, title="training"):
 # %% [markdown]
 # ### Exercises
 #
-# **In parts** (six lines). All parts of an update together do not fit into
+# **In parts** (seven lines). All parts of an update together do not fit into
 # memory. So take the parts one by one, and still return the gradient at
 # `weight` of the mean loss over all real tokens. The logits of a part are
 # `states @ weight.T`, its loss the plain cross-entropy.
@@ -7035,10 +7037,10 @@ def greedy_plain(model, src, extra=50):
 # %% [markdown]
 # ### A cache of keys and values
 #
-# `greedy_plain` does far too much work. To write word 20, all 19 words before
-# it go through all layers again, with the same result as the time before: the
-# causal mask sees to it that no word depends on a later one. Only the newest
-# place is new. What it needs of the others are their keys and values, so we
+# `greedy_plain` does far too much work. To write word 20, `<s>` and the first
+# 18 words go through all layers again, with the same result as the time
+# before: the causal mask sees to it that no word depends on a later one. Only
+# word 19 is new. What it needs of the others are their keys and values, so we
 # keep those, layer by layer. This is the *KV cache* of today's language
 # models. The keys and values of cross-attention come from the memory, which
 # never changes: they are computed once.
@@ -7116,9 +7118,9 @@ class Cache:
 
 
 # %% [markdown]
-# Two helpers make the search itself quicker. To look for the place of the
-# largest of many numbers takes a processor several times as long as to find
-# the largest, many of which it compares at once. So `top` finds the largest
+# Two helpers make the search itself quicker. To find the place of the largest
+# of many numbers takes a processor several times as long as to find only how
+# large it is, for then it can compare many at once. So `top` finds the largest
 # of each block of 64, and looks only into the best blocks. And where
 # sentences have ended, the last of the others fill the holes. The order of
 # the sentences does not matter, and a cache has few of them to move.
@@ -7148,8 +7150,8 @@ def close_ranks(stay):
 
 
 # %% [markdown]
-# Greedy decoding with the cache is shorter than without. A sentence that has
-# ended takes its keys and values with it.
+# Greedy decoding with the cache is the same loop, but the decoder reads one
+# word at a time. A sentence that has ended takes its keys and values with it.
 
 
 # %%
@@ -7203,9 +7205,9 @@ def cache_changes_nothing():
 
 # %% [markdown]
 # How much work does it save? PyTorch can count the floating-point
-# operations of whatever runs. We let a decoder with the layers of the
-# German-English model below write up to 60 words for a source of 15, both
-# ways. (Counts and not seconds, because a count is the same on every
+# operations in the matrix products of whatever runs. We let a model with the
+# layers of the German-English one below write up to 60 words for a source of
+# 15, both ways. (Counts and not seconds, because a count is the same on every
 # machine; `benchmarks/decoding.py` measures seconds.)
 
 
@@ -7282,8 +7284,8 @@ def batching_changes_no_translation():
 # **A nucleus** (three lines). Stories and conversations are better drawn by
 # chance than written greedily, but not from all words: the many unlikely ones
 # are together likely enough to spoil the text. *Nucleus sampling* (Holtzman et
-# al., 2020) draws from the fewest words that have the probability p together.
-# Mark them.
+# al., 2020) draws from the fewest words that together have a probability of at
+# least p. Mark them.
 
 
 # %%
@@ -7350,8 +7352,9 @@ nucleus_in_loops.judged_by(
 #     return (before < p)[order.argsort()]
 # ```
 #
-# Now replace `argmax` in `greedy` by a draw (`torch.multinomial`) and see what
-# the model says when it is not asked for the likeliest.
+# Now replace `argmax` in `greedy_plain` by a draw from the nucleus of each row
+# (`torch.multinomial`) and see what the model says when it is not asked for
+# the likeliest.
 #
 # </details>
 
@@ -7408,8 +7411,11 @@ attention_place_by_place.judged_by(
     {
         "each place sees those that come after it": masked_by(lambda m: None),
         "no place sees itself": masked_by(lambda mask: mask.tril(-1)),
-        "the mask is transposed: True means may attend, queries down": (
-            masked_by(lambda mask: mask.T)
+        "the mask is transposed: queries down, keys across": masked_by(
+            lambda mask: mask.T
+        ),
+        "the mask marks what is hidden: in this book True means may attend": (
+            masked_by(lambda mask: ~mask)
         ),
     },
 )
