@@ -6673,6 +6673,8 @@ class Recipe:
             raise InputError("factor must be a number above 0")
         if not 0 <= self.r_drop < math.inf:
             raise InputError("r_drop must be a number from 0 on")
+        if self.clip is not None and not self.clip > 0:
+            raise InputError("clip must be a number above 0, or None")
         if self.decay not in ("root", "linear"):
             raise InputError('decay must be "root" or "linear"')
 
@@ -12986,12 +12988,12 @@ def heads_learn_different_tasks(sentences=300, trained=True):
         has, place, score, _ = has_role(role, trained, sentences)
         if has:
             heads.setdefault((role[0], *place), []).append((role[1], score))
-    told = "; ".join(
+    told = ": " * bool(heads) + "; ".join(
         f"{kind}, layer {n + 1}, head {h + 1}: "
         + ", ".join(f"{role} ({score:.0%})" for role, score in roles)
         for (kind, n, h), roles in heads.items()
     )
-    return len(heads) >= 3, f"{len(heads)} heads have a role ({told})"
+    return len(heads) >= 3, f"{len(heads)} heads have a role{told}"
 
 
 # %% [markdown]
@@ -13055,9 +13057,9 @@ def heads_follow_structure(sentences=300, many=4):
         for least in (0, 0.5)
     )  # fmt: skip
     return half >= many, (
-        f"of 8 heads {half} look at the right word half of the time, in one "
-        f"of {len(grammar)} roles of grammar; {above} do it more often than "
-        f"any of the 32 heads of four untrained models"
+        f"of 8 heads {half} look at the right word more than half of the "
+        f"time, in one of {len(grammar)} roles of grammar; {above} do it more "
+        f"often than any of the 32 heads of four untrained models"
     )
 
 
@@ -13135,13 +13137,10 @@ def the_heads_for_the_time(kind=KINDS[1], role="hat: time"):
         for i in score.flatten().argsort(descending=True).tolist()
     ]
     held = order[: max(1, int((score >= 0.5).sum()))]
-    pairs, groups = (
-        toy_corpus()["test"][:400],
-        {"hat and time": [], "rest": []},
-    )
+    pairs, groups = toy_corpus()["test"][:400], {role: [], "rest": []}
     for i, pair in enumerate(pairs):
         asked = encoder_roles(pair)[role]
-        groups["hat and time" if asked else "rest"].append(i)
+        groups[role if asked else "rest"].append(i)
     counts = (f"{name:>14} ({len(g)})" for name, g in groups.items())
     print(f"{'exactly right, without':26}", *counts)
     for name, removed in (
@@ -13152,7 +13151,7 @@ def the_heads_for_the_time(kind=KINDS[1], role="hat: time"):
     ):
         shares = exact_share(removed, pairs, groups).values()
         print(f"{name:26}", *(f"{share:20.0%}" for share in shares))
-    first, (translator, _) = pairs[groups["hat and time"][0]], toy_translator()
+    first, (translator, _) = pairs[groups[role][0]], toy_translator()
     with without_heads(translator.model, held):
         output = translator.translate_words([first.de.split()])
     print(f"without them: {first.de} =", *output[0])
