@@ -13323,9 +13323,9 @@ def rollout(weights): ...
 # falling rate and the moving average on, and products in 16 bits where they
 # pay. Some of them are measured below, under *Multi30k, measured*.
 #
-# **Pre-norm**, and less dropout than tiny's 0.3. With the norm first,
-# gradients reach all layers from the start (Xiong et al., 2020; *Post-norm
-# against pre-norm* above).
+# **Pre-norm**, and less dropout than tiny's 0.3. With the norm first, all
+# layers get gradients of much the same size from the start (Xiong et al.,
+# 2020; *Post-norm against pre-norm, measured* above).
 #
 # **A rate that falls to zero.** Equation 3 falls slowly. If you know when you
 # will stop, let the rate fall linearly to 0 at that moment.
@@ -13507,8 +13507,9 @@ class MovingAverage:
 # translation makes a new pair, with one real side and one made by a model. A
 # new model, from random weights, learns from the real pairs and the new
 # ones. No text comes from outside, and the model that is used stays as small
-# as before; what is paid is the training of the first models. `diversify`
-# writes such a corpus, and `train` takes it as any other:
+# as before; what is paid is the training of the first models, and the time
+# that they take to translate. `diversify` writes such a corpus, and `train`
+# takes it as any other:
 #
 # `python annotated_transformer.py diversify --corpus multi30k --src en --tgt
 # de --model runs/en-de --model results/model-de-en --out runs/en-de-more`
