@@ -13900,7 +13900,7 @@ def layers_start_different():
 # first update: count the weights. Layers that are made by copying one layer
 # start alike, as those of torch's `nn.TransformerEncoder` do. (Those of its
 # `nn.Transformer` are drawn anew. Here there are two, with pre-norm, which
-# learn in so few updates too: drawn as they should be, to a loss of 0.58.)
+# learn in so few updates too, if they are drawn as they should be.)
 
 
 # %%
