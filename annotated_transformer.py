@@ -4790,13 +4790,15 @@ class TurningAttention(MultiHeadAttention):
 # #### Byte-pair encoding
 #
 # What is a token? If it is a whole word, the list is endless, and each
-# new text brings words that are not on it. If it is a letter, nothing is
-# ever unknown, but sentences get five times as long, and attention costs
-# the square of that. The paper stands between: its tokens are *pieces* of
-# words, found by **byte-pair encoding** (BPE; Sennrich et al., 2016). It
-# shared about 37,000 of them between English and German.
+# new text brings words that are not on it. If it is a letter, hardly
+# anything is unknown, but sentences get five times as long, and attention
+# costs the square of that. The paper stands between: its tokens are
+# *pieces* of words, found by **byte-pair encoding** (BPE; Sennrich et al.,
+# 2016). It shared about 37,000 of them between English and German. (For
+# French it had 32,000, found by a similar method, WordPiece; Wu et al.,
+# 2016.)
 #
-# The recipe takes three lines. Begin with letters. Count which two
+# The recipe has three steps. Begin with letters. Count which two
 # neighbours stand together most often in the training text, join them into
 # one new piece, and note the *merge*. Repeat until there are as many pieces
 # as you want. Frequent words end up whole, rare ones as a few pieces, and a
@@ -4877,8 +4879,10 @@ def merges_of_nine_words():
 # frequent enough to be one piece, `Schneeball` not yet. `Handmann`, which
 # the text does not have, is a hand and two pieces of a man. `Schneefuß` is
 # snow and letters: `▁Fuß` is a piece, but only at the start of a word.
-# `Wasser` is nothing but letters, and still it is not unknown. Whatever the
-# word, joining its pieces gives it back:
+# `Wasser` is nothing but letters, and three of them (`W`, `s`, `r`) are in
+# none of the nine words. Here every letter counts as a piece. A real
+# vocabulary holds the letters of its training text, which are all that most
+# words need. Whatever the word, joining its pieces gives it back:
 
 
 # %%
@@ -4911,7 +4915,8 @@ def pieces_give_the_word_back():
 # lacks `</s>`. Its **labels** are the target itself, ending with `</s>`. So
 # at each place the decoder has read what came before and is asked what comes
 # next. All T questions are asked at once; the causal mask keeps the answers
-# hidden. This is called *teacher forcing*.
+# hidden. That it reads the right words, and not those it would have written
+# itself, is called *teacher forcing*.
 #
 # **Asked often:** why `tgt[:, :-1]`, if with padding the last token is not
 # the end symbol? Both are cut from one row: `tgt[:, :-1]` is read,
@@ -5031,7 +5036,8 @@ def padding_waste():
 # %% [markdown]
 # Tried on drawn pairs, longer than captions, with the paper's 25,000 places a
 # side and the padding of both sides. Similar lengths must save nine tenths of
-# the padding that batches at random would have.
+# the padding that batches at random would have, and a batch must hold 25,000
+# real tokens a side, give or take 15%.
 
 
 # %% tags=["claim"]
@@ -5079,11 +5085,12 @@ def batches_hold_each_pair_once():
 
 # %% [markdown]
 # Training wants an endless stream of batches. One pass through all pairs is
-# an *epoch*. Its order depends on the seed and the epoch's number and on
-# nothing else, so a run that was stopped can go on with exactly the batch
-# that would have come next. Only the pairs of the next batch are looked at,
-# so `pairs` may be a list, or something on the disk that is far larger than
-# the memory and knows its `widths` (*Four million pairs*, below).
+# an *epoch*. With the same pairs and the same budget, its order depends on
+# the seed and the epoch's number and on nothing else, so a run that was
+# stopped can go on with exactly the batch that would have come next. Once
+# the lengths are known, only the pairs of the next batch are looked at. So
+# `pairs` may be a list, or something on the disk that is far larger than the
+# memory and knows its `widths` (*Four million pairs*, below).
 
 
 # %%
@@ -5100,6 +5107,8 @@ def stream(pairs, max_tokens, seed=0, device="cpu", skip=0):
             widths = now.widths()
         else:
             widths = [max(len(src), len(tgt) - 1) for src, tgt in now]
+        if not len(widths):  # else this loop would never end
+            raise InputError("no pairs to train on: the corpus is empty")
         generator = torch.Generator().manual_seed(1_000_003 * seed + epoch)
         for group in token_batches(widths, max_tokens, generator):
             if skip:
@@ -5301,7 +5310,7 @@ def pick_device(name="auto"):
         return torch.device("mps" if mps else "cpu")
     try:
         torch.zeros(1, device=name).item()  # "meta" has no values
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+    except (RuntimeError, AssertionError, ImportError) as error:
         raise InputError(
             f"no device {name!r} here ({error}); cpu always works"
         ) from None
@@ -5341,7 +5350,8 @@ def big_takes_half_a_week(seconds=1.0):
 # %% [markdown]
 # Table 2 says what training cost, in operations: the time, times eight GPUs,
 # times the 9.5 · 10¹² operations a second that the authors take a P100 to
-# sustain in 32 bits. (By its data sheet it could make 10.6 · 10¹² at most.)
+# sustain in 32 bits. (By its data sheet it could make 10.6 · 10¹² at most, in
+# the faster of its two builds.)
 
 
 # %% tags=["claim"]
@@ -5361,8 +5371,9 @@ def table_2_is_time_times_rate(rate=9.5e12, gpus=8):
 # %% [markdown]
 # That is what the GPUs could have done in the time. How much does the model
 # ask of them? PyTorch counts the operations of one update in products of
-# matrices, forward and backward, without making them. Two estimates agree if
-# they lie within a factor of 1.5.
+# matrices, forward and backward, without making them. We take 25,000 tokens a
+# side, in sentences of 25. Two estimates agree if they lie within a factor of
+# 1.5.
 
 
 # %% tags=["claim"]
@@ -5404,12 +5415,13 @@ def table_2_counts_operations(busy=1.0):
 #
 # An *optimizer* is the rule by which an update makes steps of gradients. The
 # paper's, Adam (Kingma and Ba, 2015), keeps two running means for each
-# weight: of its gradient, over some 1/(1 − β₁) = 10 updates, and of the
-# gradient's square, over some 50. The step goes along the first, divided by
-# the root of the second, so every weight moves at about the same pace. The
-# paper uses it with β₁ = 0.9, β₂ = 0.98 and ε = 10⁻⁹ (added to the root), and
-# a learning rate, by which each step is multiplied, that rises, then falls
-# (Equation 3):
+# weight: of its gradient, and of the gradient's square. At each update a mean
+# keeps the share β of its old value and takes 1 − β of the new one, so it is
+# over some 1/(1 − β) updates: 10 for the gradient, with the paper's β₁ = 0.9,
+# and 50 for the square, with β₂ = 0.98. The step goes against the first mean,
+# divided by the root of the second (with ε = 10⁻⁹ added to the root), so
+# every weight moves at about the same pace. The learning rate, by which each
+# step is multiplied, rises, then falls (Equation 3):
 #
 # $$lrate = d_{model}^{-0.5} \cdot \min(n^{-0.5},\; n \cdot w^{-1.5})$$
 #
@@ -5417,8 +5429,8 @@ def table_2_counts_operations(busy=1.0):
 # *warm-up* updates, 4,000 in the paper. By hand: base peaks at n = 4,000,
 # with 512^−0.5 · 4000^−0.5 = 0.0442 · 0.0158 = 0.0007.
 #
-# *Beyond the paper*: `factor` scales the whole curve, since small models
-# bear a higher peak.
+# *Beyond the paper*: `factor` scales the whole curve, since other models and
+# batches want another peak.
 
 
 # %%
@@ -5436,7 +5448,7 @@ def learning_rate(n, d_model=512, warmup=4000, factor=1.0):
 def adam(model, fused=None):
     """The paper's Adam; `training` sets the rate before each update.
 
-    `fused`: make the step in one pass; the default is where torch can.
+    `fused`: make the step in one pass; by default on a processor or CUDA.
     """
     weights = list(model.parameters())
     if fused is None:
@@ -5521,8 +5533,8 @@ def learning_rate_curves():
 # does not say why. Post-norm is easily upset at the start (*Post-norm against
 # pre-norm, measured*), and Adam's running mean of squares has seen too few
 # gradients to divide by. So the first steps had better be small. A
-# smaller batch has a noisier gradient, and bears a lower peak. The peak is
-# factor / √(D · w): to halve it, make w four times as large or the factor
+# smaller batch has a noisier gradient, and bears only a lower peak. The peak
+# is factor / √(D · w): to halve it, make w four times as large or the factor
 # half. Count w in updates, not epochs, and watch the loss: one that falls
 # and then jumps back to where it began wants a lower peak or a longer w.
 #
@@ -5591,7 +5603,8 @@ def warmup_for(peak, d_model): ...
 # `torch.optim`. Begin with m = v = 0. At update n, m becomes β₁m + (1 − β₁)g
 # and v becomes β₂v + (1 − β₂)g². Beginning at 0, both are too small for a
 # while, so they are *corrected*: divided by 1 − β₁ⁿ and 1 − β₂ⁿ. The weights
-# move against the corrected m, divided by the root of the corrected v plus ε.
+# move against the rate times the corrected m, divided by the sum of ε and the
+# root of the corrected v. (β₁ and β₂ are the paper's.)
 
 
 # %%
@@ -5676,9 +5689,9 @@ def adam_updates(weight, gradients, rate, eps): ...
 # %% [markdown]
 # ### 5.4 Regularization
 #
-# **Dropout**, with rate 0.1 in base, falls in two places: on what a
-# sub-layer adds to the residual, and on the sum of embedding and position.
-# We have put it there already. In evaluation it must be off:
+# **Dropout** (Srivastava et al., 2014), with rate 0.1 in base, falls in two
+# places: on what a sub-layer adds to the residual, and on the sum of embedding
+# and position. We have put it there already. In evaluation it must be off:
 
 
 # %%
@@ -5723,10 +5736,10 @@ def dropout_falls_in_two_places(N=6, p=0.1, attention_dropout=0.0):
 
 
 # %% [markdown]
-# **Label smoothing.** The label says: this word, with probability 1. To
-# get there, the logits would have to grow without end. With smoothing
-# ε = 0.1 the target is softer: 0.9 for the right word, and 0.1 spread
-# evenly over all V words of the vocabulary, so that each row still sums
+# **Label smoothing** (Szegedy et al., 2016). The label says: this word, with
+# probability 1. To get there, the logits would have to grow without end. With
+# smoothing ε = 0.1 the target is softer: 0.9 for the right word, and 0.1
+# spread evenly over all V words of the vocabulary, so that each row still sums
 # to 1. Rows of padding are all zero: they ask for nothing.
 
 
@@ -5759,11 +5772,13 @@ def smoothed_loss(logits, labels, smoothing=0.1):
 # with it? The probability of a sentence is a product of many small numbers; as
 # logarithms they are a sum, which no machine rounds to 0. And `log_softmax`
 # never forms the probability itself, so that it stays exact where the softmax
-# is 0 (the cell below). As for the Kullback-Leibler divergence that other
-# tutorials use here: the cross-entropy is −Σ p log q, the divergence is Σ p
-# log p − Σ p log q. They differ by −Σ p log p, the *entropy* of the targets p,
-# which no weight of the model can change. So their gradients are the same. We
-# keep the cross-entropy, because without smoothing it is the plain loss.
+# is 0 (the cell below). As for the Kullback-Leibler (KL) divergence that
+# other tutorials use here: with targets t and the model's probabilities p,
+# the cross-entropy is −Σ t log p, the divergence is Σ t log t − Σ t log p.
+# They differ by −Σ t log t, the *entropy* of the targets, which no weight of
+# the model can change. So their gradients are the same; and without smoothing
+# the entropy is 0, and they are one. We keep the cross-entropy, which is
+# shorter.
 
 
 # %% tags=["question"]
@@ -17886,8 +17901,12 @@ def main(argv):
 # * Sennrich et al. (2016), *Neural Machine Translation of Rare Words with
 #   Subword Units*
 # * Shazeer (2019), *Fast Transformer Decoding: One Write-Head is All You Need*
+# * Srivastava et al. (2014), *Dropout: A Simple Way to Prevent Neural Networks
+#   from Overfitting*
 # * Su et al. (2021), *RoFormer: Enhanced Transformer with Rotary Position
 #   Embedding*
+# * Szegedy et al. (2016), *Rethinking the Inception Architecture for Computer
+#   Vision*
 # * Vaswani et al. (2017), *Attention Is All You Need*: the paper
 # * Wu et al. (2016), *Google's Neural Machine Translation System: Bridging the
 #   Gap between Human and Machine Translation*
