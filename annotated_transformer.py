@@ -361,7 +361,7 @@ def difference(answer, truth, what="the result"):
         )
         return next(filter(None, parts), "")
     if not isinstance(truth, torch.Tensor):
-        if isinstance(answer, torch.Tensor) and answer.dim() == 0:
+        if getattr(answer, "ndim", None) == 0:  # of torch, or NumPy
             answer = answer.item()
         right = type(answer) is type(truth) and answer == truth
         if {type(answer), type(truth)} <= {int, float}:
@@ -4875,12 +4875,12 @@ def merges_of_nine_words():
 
 # %% [markdown]
 # **What to notice.** The first merge is `a+n`: it stands in `Mann`, `Hand`,
-# `Handball` and `Schneemann`, 6 + 4 + 3 + 2 = 15 times. `Fußball` is
-# frequent enough to be one piece, `Schneeball` not yet. `Handmann`, which
-# the text does not have, is a hand and two pieces of a man. `Schneefuß` is
-# snow and letters: `▁Fuß` is a piece, but only at the start of a word.
-# `Wasser` is nothing but letters, and three of them (`W`, `s`, `r`) are in
-# none of the nine words. Here every letter counts as a piece. A real
+# `Handball` and `Schneemann`, 6 + 4 + 3 + 2 = 15 times. `Fußball` is frequent
+# enough to be one piece, `Schneeball` not yet. `Handmann`, which the text
+# does not have, is a hand and two pieces of a man. `Schneefuß` is snow and
+# letters: `▁Fuß` is a piece, but only at the start of a word, and with a
+# capital. `Wasser` is nothing but letters, and three of them (`W`, `s`, `r`)
+# are in none of the nine words. Here every letter counts as a piece. A real
 # vocabulary holds the letters of its training text, which are all that most
 # words need. Whatever the word, joining its pieces gives it back:
 
@@ -4888,7 +4888,7 @@ def merges_of_nine_words():
 # %%
 @check
 def pieces_give_the_word_back():
-    """Splitting loses nothing, and each piece comes from a merge."""
+    """Splitting loses nothing, and each longer piece comes from a merge."""
     merges = learn_merges(SNOW, 26)
     pieces = {a + b for a, b in merges}
     draw = random.Random(0)
@@ -5542,7 +5542,7 @@ def learning_rate_curves():
 #
 # **A peak to order** (a line, after a little algebra). You know how high the
 # rate should rise. Which warm-up w gives that peak? The cell tries them all.
-# Give the whole number at once.
+# Give the nearest whole number at once.
 
 
 # %%
