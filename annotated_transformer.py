@@ -250,8 +250,9 @@ def start(main):
 
 
 # %% [markdown]
-# Wrong input gets an error of its own kind, whose message names the value
-# or the file and says what to do. The command line prints just that.
+# Wrong input gets an error of its own kind, whose message names the setting,
+# the value or the file, and says what to do. The command line prints just
+# that.
 
 
 # %%
