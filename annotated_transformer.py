@@ -52,8 +52,8 @@
 # can do. Imported, `import annotated_transformer`, it only defines things: it
 # prints nothing and trains nothing.
 #
-# In Colab, the next cell installs what is missing there. Elsewhere, if you
-# have this file alone, install what it needs with `pip install torch
+# In Colab, the first cell of code installs what is missing there. Elsewhere,
+# if you have this file alone, install what it needs with `pip install torch
 # "altair>=5.5,<6" pandas vl-convert-python tqdm spacy torchtext==0.6.0
 # sentencepiece sacrebleu GPUtil setuptools`.
 #
@@ -250,8 +250,9 @@ def start(main):
 
 
 # %% [markdown]
-# Wrong input gets an error of its own kind, whose message names the value
-# or the file and says what to do. The command line prints just that.
+# Wrong input gets an error of its own kind, whose message names the setting,
+# the value or the file, and says what to do. The command line prints just
+# that.
 
 
 # %%
@@ -361,7 +362,7 @@ def difference(answer, truth, what="the result"):
         )
         return next(filter(None, parts), "")
     if not isinstance(truth, torch.Tensor):
-        if getattr(answer, "ndim", None) == 0:  # of torch, or NumPy
+        if getattr(answer, "ndim", None) == 0:  # of torch, or of NumPy
             answer = answer.item()
         right = type(answer) is type(truth) and answer == truth
         if {type(answer), type(truth)} <= {int, float}:
@@ -504,12 +505,12 @@ def exercise(spec):
 # ### How the charts are drawn
 #
 # Two helpers draw nearly every picture of this book with Altair:
-# `line_chart` and `heat_maps`. You may skip this cell; it is about ink, not
-# about attention. Colours are the Okabe-Ito palette and the cividis map,
-# which people with any colour vision can tell apart, and a dash always says
-# the same as a colour. Every chart carries a description in words. It is
-# stored both as a live chart and as an image, so it shows without network
-# and where scripts are not allowed.
+# `line_chart` and `heat_maps`. You may skip these cells; they are about ink,
+# not about attention. Colours are the Okabe-Ito palette, the cividis map and,
+# for the sines of Section 3.5, blue to orange, which people with any colour
+# vision can tell apart, and a dash always says the same as a colour. Every
+# chart carries a description in words. It is stored both as a live chart and
+# as an image, so it shows without network and where scripts are not allowed.
 
 # %% tags=["plumbing"]
 PALETTE = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]
@@ -654,9 +655,9 @@ def heat_maps(panels, x, y, title, description, **options):
 # %% [markdown]
 # ## 1, 2, 4 Why: what came before
 #
-# Before 2017 most translation models read their sentence one word at a time.
-# A recurrent network folds each word into a state and hands the state on.
-# Two things follow from that, and the paper sets out to cure both
+# Before 2017 most neural networks that translate read their sentence one word
+# at a time. A recurrent network folds each word into a state and hands the
+# state on. Two things follow from that, and the paper sets out to cure both
 # (Sections 1, 2 and 4):
 #
 # * **Training waits.** The state after word 30 needs the state after word
@@ -671,8 +672,8 @@ def heat_maps(panels, x, y, title, description, **options):
 # price is a table of all pairs, so the work grows with the square of the
 # length. Table 1 of the paper counts the operations. Here they are for a
 # caption of 14 words and for a page of 1,000, at the width d = 512 of the
-# paper's base model and with convolutions of width 3 (with gaps that grow
-# from layer to layer, so that log₃ n layers span n words).
+# paper's base model and with convolutions of width 3 (*dilated*, that is,
+# with gaps that grow from layer to layer, so that log₃ n layers span n words).
 
 
 # %%
@@ -693,12 +694,12 @@ def cost_of_a_layer(d=512, k=3):
 
 # %% [markdown]
 # **What to notice.** For short sentences the attention itself is also the
-# cheapest: 14² × 512 is 37 times less than 14 × 512². The lines cross at n =
+# cheapest: 14² × 512 is 37 times less than 14 × 512². The two are even at n =
 # d, and for 1,000 words the recurrent layer does less work, but does it in
-# 1,000 turns. (The table counts the products of queries, keys and values
-# only. The four matrices around them, which Section 3.2.2 brings, cost n·d²
-# each. Counted too, they make 14.8 million for 14 words, more than the other
-# two. Against recurrence in its simplest form, what attention saves on short
+# 1,000 turns. (The table counts the products of queries, keys and values only.
+# The four matrices around them, which Section 3.2.2 brings, cost n·d² each.
+# With them it is 14.8 million for 14 words, more than either of the other two.
+# Against recurrence in its simplest form, what attention saves on short
 # sentences is waiting, not work.)
 
 # %% [markdown]
@@ -736,7 +737,8 @@ def multiplications_in_loops(n, d):
 
 # %% tags=["exercise"]
 def draw_layer_sizes():
-    return torch.randint(1, 8, ()).item(), torch.randint(2, 9, ()).item()
+    # Never n = d: there, different formulas give one number.
+    return torch.randint(1, 8, ()).item(), torch.randint(8, 12, ()).item()
 
 
 multiplications_in_loops.judged_by(
@@ -780,10 +782,11 @@ def all_multiplications(n, d): ...
 # %% [markdown]
 # ### Table 1, counted
 #
-# *You may pass over this section, or come back after 3.2: it examines what
+# *You may pass over this section, or come back after 3.3: it examines what
 # was said above.* All three kinds of layer fit into a cell. Each takes n
 # positions of width d, and gives as many. (Attention stands here without its
-# projections, as Table 1 counts it, unless they are given.)
+# four matrices, the *projections*, as Table 1 counts it, unless they are
+# given.)
 
 
 # %%
@@ -1074,11 +1077,10 @@ def paths_of_table_1(lengths=(9, 27, 81), k=3, dilated=True):
 
 
 # %% [markdown]
-# So one convolution does not relate all positions, and a stack must. How
-# high must it be, for several widths? Dense kernels shall take between n/k
-# and 2n/k layers; dilated ones as many as it takes until k to the power of
-# the layers reaches n. (In a sentence no longer than the kernel, one layer
-# is enough.)
+# So one convolution does not relate all positions, and a stack must. How high
+# must it be, for several widths? Without gaps it shall be between n/k and 2n/k
+# layers; dilated, as many as it takes until k to the power of the layers
+# reaches n. (In a sentence of no more than k words, one layer is enough.)
 
 
 # %% tags=["claim"]
@@ -1154,10 +1156,10 @@ def neighbours_cost_less(masked=False):
 
 
 # %% [markdown]
-# Where is attention the cheaper one? For n < d, says the paper. That is so
-# for what Table 1 counts. Four projections cost 4·n·d², which is more than
-# the whole of the simplest recurrent layer, at any length. (But no one used
-# the simplest one: an LSTM has four gates, each as dear.)
+# Where is attention the cheaper one? For n < d, says the paper. That is so for
+# what Table 1 counts. Four projections cost 4·n·d², which is more than the
+# whole of the simplest recurrent layer, at any length. (But hardly anyone used
+# the simplest one: an LSTM, the usual kind, has four gates, each as dear.)
 
 
 # %% tags=["claim"]
@@ -1186,12 +1188,12 @@ def cheaper_where_n_is_below_d(widths=(16, 32, 64), projections=0):
 
 
 # %% [markdown]
-# Two claims about convolutions. Their cost over a recurrent layer's grows
-# with k, unless they are *separable*. But a separable one that spans the
-# sentence, k = n, is of the same order as attention and a feed-forward
-# network together. (Of the same order: a constant remains, and favours it.
-# And at k = 3 a convolution costs less than an LSTM, which is four of the
-# simplest recurrent layers in one.)
+# Two claims about convolutions. Their cost over a recurrent layer's grows with
+# k, unless they are *separable*: each dimension by itself, then a d × d matrix
+# at each position. But a separable one that spans the sentence, k = n, is of
+# the same order as attention and a feed-forward network together. (Of the same
+# order: a constant remains, and favours it. And at k = 3 a convolution costs
+# less than an LSTM, which is four of the simplest recurrent layers in one.)
 
 
 # %% tags=["claim"]
@@ -1344,9 +1346,10 @@ PAD, BOS, EOS, UNK = range(4)  # padding, begin, end, unknown word
 SPECIALS = ["<pad>", "<s>", "</s>", "<unk>"]
 
 # %% [markdown]
-# In the copy task the ten digits follow, as the tokens 4 to 13. Sentences
-# of different length share a batch only if the shorter ones are filled up
-# with `PAD`. Here is a batch of two, which will return in Section 3.2.3:
+# In the copy task the ten digits follow, as the tokens 4 to 13. Sentences that
+# go through the model together are a *batch*. Those of different length share
+# one only if the shorter ones are filled up with `PAD`. Here is a batch of
+# two, which will return in Section 3.2.3:
 
 # %%
 DIGITS = [*SPECIALS, *"0123456789"]
