@@ -218,7 +218,7 @@ EXAMPLES, CHECKS = {}, {}
 
 
 def run_seeded(function, seed=0):
-    """Call `function` from a fixed seed; the caller's randomness is kept."""
+    """Call `function` from a fixed seed, and keep the processor's own."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return function()
@@ -1299,7 +1299,7 @@ def trained_to_recall(kind, n, rate, updates):
 
 @claim(
     "4",
-    "The shorter the path, the easier is it to learn how distant positions "
+    "The shorter the path, the easier it is to learn how distant positions "
     "depend on each other",
     toy=True,
     unless={"far": 3},
@@ -16632,7 +16632,7 @@ def the_ledger():
 #   are longer than those of training. *Not reproduced*: Trained on 3 to 10
 #   digits, exactly right at (10, 11, 12) digits: sinusoidal 100%, 85%, 12%;
 #   learned 100%, 0%, 0% (600 updates, 5 seeds).
-# * Section 4: The shorter the path, the easier is it to learn how distant
+# * Section 4: The shorter the path, the easier it is to learn how distant
 #   positions depend on each other. *Verified at toy scale*: First digit of 3
 #   and of 48 named right: self-attention 100% and 100%, RNN 100% and 11%, GRU
 #   100% and 28% (400 updates, 5 seeds).
