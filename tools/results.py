@@ -229,23 +229,28 @@ def with_before(result, word):
     return f"{word(read(result['before']))} + {word(result)}"
 
 
+def thousands(number):
+    """Return 16000 as "16k"."""
+    return f"{number / 1000:g}k"
+
+
 def multi30k_table():
     """Return the lines of the table of trained models.
 
     Runs that differ in nothing but the seed share a line.
     """
     lines = [
-        "| pair | test | val. | cased | chrF | steps | seed | cores | min. "
-        "| commit |",
+        "| pair | test | val. | cased | chrF | pieces | steps | seed | cores "
+        "| min. |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    groups = {}
+    groups, commits = {}, []
     for path in sorted(RESULTS.glob("multi30k-*.json")):
         r = json.loads(path.read_text("utf-8"))
         same = {k: v for k, v in r["recipe"].items() if k != "seed"}
         key = r["direction"], r["commit"], json.dumps([same, r["config"]])
         groups.setdefault(key, []).append(r)
-    for (name, commit, _), runs in groups.items():
+    for (name, _, _), runs in groups.items():
         test, val = ([r[part] for r in runs] for part in (TEST, "val"))
         both = ", both" if runs[0]["recipe"]["both"] else ""
         both += ", R-Drop" if runs[0]["recipe"]["r_drop"] else ""
@@ -257,16 +262,18 @@ def multi30k_table():
                 lambda r: with_before(r, lambda r: round(r["minutes"])),
             )
         )
-        steps = with_before(runs[0], lambda r: f"{r['steps']:,}")
+        steps = with_before(runs[0], lambda r: thousands(r["steps"]))
+        pieces = thousands(runs[0]["config"]["src_vocab"])
+        commits.append(with_before(runs[0], lambda r: f"`{r['commit']}`"))
         lines.append(
             f"| {name}{both} | **{spread([t['bleu'] for t in test])}** | "
             f"{spread([v['bleu'] for v in val])} | "
             f"{spread([t['bleu_cased'] for t in test])} | "
             f"{spread([t['chrf'] for t in test])} | "
-            f"{steps} | {seeds} | {cores} | {minutes} | "
-            f"`{commit}` |"
+            f"{pieces} | {steps} | {seeds} | {cores} | {minutes} |"
         )
-    return lines
+    words = f"Commits, line by line: {', '.join(commits)}."
+    return [*lines, "", *textwrap.wrap(words, 76)]
 
 
 def levers_table():
@@ -382,20 +389,32 @@ def long_claims():
     return lines
 
 
-def diversified_table():
-    """Return the lines that compare two curves, update by update."""
-    results = [read("multi30k-en-de"), read("diversified")]
-    if None in results:
-        return ["Not measured yet."]
-    curves = [{row[0]: row[2] for row in r["curve"]} for r in results]
+LENGTHS = {  # levers at full length: {column: result}
+    "the preset": "multi30k-en-de",
+    "10,000 pieces": "pieces-en-de",
+    "diversified": "diversified",
+}
+
+
+def full_length_table():
+    """Return the lines that compare curves, update by update."""
+    results = {name: read(file) for name, file in LENGTHS.items()}
+    results = {name: r for name, r in results.items() if r is not None}
+    curves = [{row[0]: row[2] for row in r["curve"]} for r in results.values()]
     rows = {
         f"{step:,}, greedy": [curve[step] for curve in curves]
         for step in (1000, 5000, 10_000, 15_000, 20_000)
     }
-    rows["20,000, a beam of four"] = [r["val"]["bleu"] for r in results]
-    lines = ["| updates | real pairs | diversified |", "|---|---|---|"]
-    for what, (plain, more) in rows.items():
-        lines.append(f"| {what} | {plain:.1f} | {more:.1f} |")
+    rows["20,000, a beam of four"] = [
+        r["val"]["bleu"] for r in results.values()
+    ]
+    lines = [
+        f"| updates | {' | '.join(results)} |",
+        "|---" * (1 + len(results)) + "|",
+    ]
+    for what, scores in rows.items():
+        shown = " | ".join(f"{score:.1f}" for score in scores)
+        lines.append(f"| {what} | {shown} |")
     return lines
 
 
@@ -405,7 +424,7 @@ TABLES = {
     "expect": expect_table,
     "averaging": averaging_table,
     "levers": levers_table,
-    "diversified": diversified_table,
+    "full length": full_length_table,
     "speed": speed_table,
     "claims": claims_table,
     "long claims": long_claims,
