@@ -42,9 +42,9 @@
 # the command line.
 #
 # Cells of code are short, and a sentence before each says what it is for.
-# *Differs from the paper* marks where we depart from it, *Beyond the paper*
-# what we add. The sizes of the small models are ours too; all else is the
-# paper's own default.
+# *Differs from the paper* marks where we depart from it, *Fills a gap in the
+# paper* what it does not say, and *Beyond the paper* what we add. The sizes of
+# the small models are ours too; all else is the paper's own default.
 #
 # **Run.** As a notebook, each example shows its result as you pass it. As a
 # script, `python annotated_transformer.py` learns to copy sequences and
@@ -52,8 +52,8 @@
 # can do. Imported, `import annotated_transformer`, it only defines things: it
 # prints nothing and trains nothing.
 #
-# In Colab, the next cell installs what is missing there. Elsewhere, if you
-# have this file alone, install what it needs with `pip install torch
+# In Colab, the first cell of code installs what is missing there. Elsewhere,
+# if you have this file alone, install what it needs with `pip install torch
 # "altair>=5.5,<6" pandas vl-convert-python tqdm spacy torchtext==0.6.0
 # sentencepiece sacrebleu GPUtil setuptools`.
 #
@@ -218,7 +218,7 @@ EXAMPLES, CHECKS = {}, {}
 
 
 def run_seeded(function, seed=0):
-    """Call `function` from a fixed seed; the caller's randomness is kept."""
+    """Call `function` from a fixed seed, and keep the processor's own."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return function()
@@ -250,8 +250,9 @@ def start(main):
 
 
 # %% [markdown]
-# Wrong input gets an error of its own kind, whose message names the value
-# or the file and says what to do. The command line prints just that.
+# Wrong input gets an error of its own kind, whose message names the setting,
+# the value or the file, and says what to do. The command line prints just
+# that.
 
 
 # %%
@@ -361,7 +362,7 @@ def difference(answer, truth, what="the result"):
         )
         return next(filter(None, parts), "")
     if not isinstance(truth, torch.Tensor):
-        if isinstance(answer, torch.Tensor) and answer.dim() == 0:
+        if getattr(answer, "ndim", None) == 0:  # of torch, or of NumPy
             answer = answer.item()
         right = type(answer) is type(truth) and answer == truth
         if {type(answer), type(truth)} <= {int, float}:
@@ -504,12 +505,12 @@ def exercise(spec):
 # ### How the charts are drawn
 #
 # Two helpers draw nearly every picture of this book with Altair:
-# `line_chart` and `heat_maps`. You may skip this cell; it is about ink, not
-# about attention. Colours are the Okabe-Ito palette and the cividis map,
-# which people with any colour vision can tell apart, and a dash always says
-# the same as a colour. Every chart carries a description in words. It is
-# stored both as a live chart and as an image, so it shows without network
-# and where scripts are not allowed.
+# `line_chart` and `heat_maps`. You may skip these cells; they are about ink,
+# not about attention. Colours are the Okabe-Ito palette, the cividis map and,
+# for the sines of Section 3.5, blue to orange, which people with any colour
+# vision can tell apart, and a dash always says the same as a colour. Every
+# chart carries a description in words. It is stored both as a live chart and
+# as an image, so it shows without network and where scripts are not allowed.
 
 # %% tags=["plumbing"]
 PALETTE = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]
@@ -654,9 +655,9 @@ def heat_maps(panels, x, y, title, description, **options):
 # %% [markdown]
 # ## 1, 2, 4 Why: what came before
 #
-# Before 2017 most translation models read their sentence one word at a time.
-# A recurrent network folds each word into a state and hands the state on.
-# Two things follow from that, and the paper sets out to cure both
+# Before 2017 most neural networks that translate read their sentence one word
+# at a time. A recurrent network folds each word into a state and hands the
+# state on. Two things follow from that, and the paper sets out to cure both
 # (Sections 1, 2 and 4):
 #
 # * **Training waits.** The state after word 30 needs the state after word
@@ -671,8 +672,8 @@ def heat_maps(panels, x, y, title, description, **options):
 # price is a table of all pairs, so the work grows with the square of the
 # length. Table 1 of the paper counts the operations. Here they are for a
 # caption of 14 words and for a page of 1,000, at the width d = 512 of the
-# paper's base model and with convolutions of width 3 (with gaps that grow
-# from layer to layer, so that log₃ n layers span n words).
+# paper's base model and with convolutions of width 3 (*dilated*, that is,
+# with gaps that grow from layer to layer, so that log₃ n layers span n words).
 
 
 # %%
@@ -693,12 +694,12 @@ def cost_of_a_layer(d=512, k=3):
 
 # %% [markdown]
 # **What to notice.** For short sentences the attention itself is also the
-# cheapest: 14² × 512 is 37 times less than 14 × 512². The two are equal at n =
+# cheapest: 14² × 512 is 37 times less than 14 × 512². The two are even at n =
 # d, and for 1,000 words the recurrent layer does less work, but does it in
-# 1,000 turns. (The table counts the products of queries, keys and values
-# only. The four matrices around them, which Section 3.2.2 brings, cost n·d²
-# each. Counted too, they make 14.8 million for 14 words, more than the other
-# two. Against recurrence in its simplest form, what attention saves on short
+# 1,000 turns. (The table counts the products of queries, keys and values only.
+# The four matrices around them, which Section 3.2.2 brings, cost n·d² each.
+# With them it is 14.8 million for 14 words, more than either of the other two.
+# Against recurrence in its simplest form, what attention saves on short
 # sentences is waiting, not work.)
 
 # %% [markdown]
@@ -736,7 +737,8 @@ def multiplications_in_loops(n, d):
 
 # %% tags=["exercise"]
 def draw_layer_sizes():
-    return torch.randint(1, 8, ()).item(), torch.randint(2, 9, ()).item()
+    # Never n = d: there, different formulas give one number.
+    return torch.randint(1, 8, ()).item(), torch.randint(8, 12, ()).item()
 
 
 multiplications_in_loops.judged_by(
@@ -780,10 +782,11 @@ def all_multiplications(n, d): ...
 # %% [markdown]
 # ### Table 1, counted
 #
-# *You may pass over this section, or come back after 3.2: it examines what
+# *You may pass over this section, or come back after 3.3: it examines what
 # was said above.* All three kinds of layer fit into a cell. Each takes n
 # positions of width d, and gives as many. (Attention stands here without its
-# projections, as Table 1 counts it, unless they are given.)
+# four matrices, the *projections*, as Table 1 counts it, unless they are
+# given.)
 
 
 # %%
@@ -1074,11 +1077,10 @@ def paths_of_table_1(lengths=(9, 27, 81), k=3, dilated=True):
 
 
 # %% [markdown]
-# So one convolution does not relate all positions, and a stack must. How
-# high must it be, for several widths? Dense kernels shall take between n/k
-# and 2n/k layers; dilated ones as many as it takes until k to the power of
-# the layers reaches n. (In a sentence no longer than the kernel, one layer
-# is enough.)
+# So one convolution does not relate all positions, and a stack must. How high
+# must it be, for several widths? Without gaps it shall be between n/k and 2n/k
+# layers; dilated, as many as it takes until k to the power of the layers
+# reaches n. (In a sentence of no more than k words, one layer is enough.)
 
 
 # %% tags=["claim"]
@@ -1154,11 +1156,10 @@ def neighbours_cost_less(masked=False):
 
 
 # %% [markdown]
-# Where is attention the cheaper one? For n < d, says the paper. That is so
-# for what Table 1 counts. Four projections cost 4·n·d², which is more than
-# the whole of the simplest recurrent layer, at any length. (But the simplest
-# one was seldom used. The usual one, an *LSTM*, has four such layers inside,
-# its gates, as torch calls them; each is as dear.)
+# Where is attention the cheaper one? For n < d, says the paper. That is so for
+# what Table 1 counts. Four projections cost 4·n·d², which is more than the
+# whole of the simplest recurrent layer, at any length. (But hardly anyone used
+# the simplest one: an LSTM, the usual kind, has four gates, each as dear.)
 
 
 # %% tags=["claim"]
@@ -1187,13 +1188,12 @@ def cheaper_where_n_is_below_d(widths=(16, 32, 64), projections=0):
 
 
 # %% [markdown]
-# Two claims about convolutions. Their cost over a recurrent layer's grows
-# with k, unless they are *separable*: first along each dimension by itself,
-# then a matrix at each position. But a separable one that spans the sentence,
-# k = n, is of the same order as attention and a feed-forward network
-# together. (Of the same order: a constant remains, and favours it. And at k =
-# 3 a convolution costs less than an LSTM, which is four of the simplest
-# recurrent layers in one.)
+# Two claims about convolutions. Their cost over a recurrent layer's grows with
+# k, unless they are *separable*: each dimension by itself, then a d × d matrix
+# at each position. But a separable one that spans the sentence, k = n, is of
+# the same order as attention and a feed-forward network together. (Of the same
+# order: a constant remains, and favours it. And at k = 3 a convolution costs
+# less than an LSTM, which is four of the simplest recurrent layers in one.)
 
 
 # %% tags=["claim"]
@@ -1300,7 +1300,7 @@ def trained_to_recall(kind, n, rate, updates):
 
 @claim(
     "4",
-    "The shorter the path, the easier is it to learn how distant positions "
+    "The shorter the path, the easier it is to learn how distant positions "
     "depend on each other",
     toy=True,
     unless={"far": 3},
@@ -1347,10 +1347,10 @@ PAD, BOS, EOS, UNK = range(4)  # padding, begin, end, unknown word
 SPECIALS = ["<pad>", "<s>", "</s>", "<unk>"]
 
 # %% [markdown]
-# In the copy task the ten digits follow, as the tokens 4 to 13. The model
-# takes several sentences at a time, a *batch*, as the rows of one tensor. If
-# their lengths differ, the shorter ones are filled up with `PAD`. Here is a
-# batch of two, which will return in Section 3.2.3:
+# In the copy task the ten digits follow, as the tokens 4 to 13. Sentences that
+# go through the model together are a *batch*. Those of different length share
+# one only if the shorter ones are filled up with `PAD`. Here is a batch of
+# two, which will return in Section 3.2.3:
 
 # %%
 DIGITS = [*SPECIALS, *"0123456789"]
@@ -2177,8 +2177,9 @@ def lookup_losses(d_k, seeds, updates, new_words=False):
 # "Equally well" shall mean that the losses differ by less than 0.1, "better"
 # that they differ by more. (At d_k = 4 additive attention falls behind. The
 # second claim is a matter of time: trained longer, it fails, for the gap
-# closes. With `new_words`, drawn afresh each time, it fails too: what cannot
-# be known by heart, additive attention does not learn to compare.)
+# closes. With `new_words`, drawn afresh each time, it fails too: words that
+# can't be known by heart must be compared, which additive attention learns far
+# more slowly than dot products do.)
 
 
 # %% tags=["claim"]
@@ -2222,7 +2223,7 @@ def additive_is_better_for_large_d_k(
 # %% [markdown]
 # ##### Exercises
 #
-# **Attention without a loop** (three lines). One query and many keys: the
+# **Attention without a loop** (two lines). One query and many keys: the
 # cell says in loops what to compute. Say it in tensors.
 
 
@@ -2290,9 +2291,10 @@ def ask(q, K, V): ...
 # %% [markdown]
 # **Scores of a thousand** (two lines). The weights are e^score as a share of
 # the row's sum. But e¹⁰⁰⁰ is more than a float can hold, and e⁻¹⁰⁰⁰ is 0.
-# The cell does without either, at the price of a loop in a loop. Write the
-# softmax yourself, with `exp` and `sum`, so that no score is too large or
-# small.
+# The cell takes e to differences of scores only, at the price of a loop in a
+# loop. (Where that is too much for a float, the share is 1/inf, which is 0, as
+# it should be.) Write the softmax yourself, with `exp` and `sum`, so that no
+# score is too large or small.
 
 
 # %%
@@ -2439,11 +2441,11 @@ def attend_or_not(Q, K, V, mask): ...
 
 # %% [markdown]
 # **Keys that pass by** (an hour). One query, and keys and values that come
-# block by block, as if from a disk. When a block comes, those before it are
-# gone. The cell keeps them all; do it with one block and a few sums at a
-# time. Scores may be large. Fast attention for GPUs rests on this trick
-# (Milakov and Gimelshein, 2018): it never has the whole table of weights (Dao
-# et al., 2022).
+# block by block, as if from a disk: some n of each in a block, and E numbers
+# in a value. When a block comes, those before it are gone. The cell keeps them
+# all; do it with one block and a few sums at a time. Scores may be large. Fast
+# attention for GPUs rests on this trick (Milakov and Gimelshein, 2018): it
+# never has the whole table of weights (Dao et al., 2022).
 
 
 # %%
@@ -2552,7 +2554,8 @@ def attend_in_passing(q, blocks): ...
 #
 # One softmax gives one mean. If a verb should look at its subject *and*
 # at its object, one mean has to blur the two. So the paper runs h
-# attentions side by side, each on its own projection of width d_k = D/h:
+# attentions side by side, each on its own *projections* of Q, K and V. These
+# are their products with learned matrices, and d_k = D/h wide:
 #
 # $$\mathrm{head}_i = \mathrm{Attention}(QW_i^Q, KW_i^K, VW_i^V), \qquad
 # \mathrm{MultiHead} = [\mathrm{head}_1; \dots; \mathrm{head}_h]\,W^O$$
@@ -2563,13 +2566,14 @@ def attend_in_passing(q, blocks): ...
 # heads, attention in each, a merge, and the output
 # projection.](images/attention.svg)
 #
-# As each head is h times narrower, all heads together cost about what one
-# wide head costs. In code the h matrices of a kind stand side by side in one
-# D × D matrix. What belongs to which head is a matter of reshaping: with D =
-# 6 and h = 2, each row of 6 numbers is cut into 2 pieces of K = 3. Then the
-# axis of the heads moves in front of that of the positions, so that each head
-# has a matrix of its own. A mask of shape (B, 1, T, S) is repeated over the
-# heads; PyTorch calls this broadcasting.
+# The brackets put the heads side by side, so that the width is D again. As
+# each head is h times narrower, all heads together cost about what one wide
+# head costs. In code the h matrices of a kind stand side by side in one D × D
+# matrix. What belongs to which head is a matter of reshaping: with D = 6 and h
+# = 2, each row of 6 numbers is cut into 2 pieces of K = 3. Then the axis of
+# the heads moves in front of that of the positions, so that each head has a
+# matrix of its own. A mask of shape (B, 1, T, S) is repeated over the heads;
+# PyTorch calls this broadcasting.
 #
 # `(B, T, D)` → cut → `(B, T, H, K)` → swap → `(B, H, T, K)`
 #
@@ -2590,14 +2594,15 @@ def splitting_heads():
 
 
 # %% [markdown]
-# **Asked often:** how do the view and the transpose of the heads work, and
-# how does the mask broadcast over them? `view` (or `unflatten`) only cuts: it
+# **Asked often:** how do the view and the transpose of the heads work, and how
+# does the mask broadcast over them? `view` (or `unflatten`) only cuts: it
 # never moves a number. So a row of D numbers must be cut into (H, K), in this
-# order, and the two axes T and H then be swapped. One `view` straight to
-# (B, H, T, K) has the right shape and the wrong numbers: its "head 0" below
-# is position 0, and its "head 1" position 1. As for the mask, an axis of size
-# 1 is repeated until it fits the scores (B, H, T, S); axes that are missing
-# in front count as 1.
+# order, and the two axes T and H then be swapped. One `view` straight to (B,
+# H, T, K) has the right shape and the wrong numbers: its "head 0", shown
+# below, is position 0, and its "head 1" would be position 1. As for the mask,
+# an axis of size 1 is repeated until it fits the scores (B, H, T, S); axes
+# that are missing in front count as 1. So a mask (B, S) is an error, or worse:
+# where B = T it fits, and query t gets the mask of sentence t.
 
 
 # %% tags=["question"]
@@ -2622,12 +2627,12 @@ def splitting_wrongly():
 
 # %% [markdown]
 # The paper's projections are plain matrices, so these have no bias. The
-# weights of the last call are kept for the charts, but only in evaluation
-# mode, and as they were before dropout.
+# attention weights of the last call are kept for the charts, but only in
+# evaluation mode (after `.eval()`), where nothing is dropped.
 #
 # **Asked often:** why dropout on attention weights, which the paper does not
-# mention? So that no query relies on one key alone. A row that has lost a
-# weight no longer sums to 1; only its mean over many draws does.
+# mention? So that no query relies on one key alone. A row need then not sum to
+# 1 any more; only its mean over many draws does.
 #
 # *Differs from the paper*: `attention_dropout` drops attention weights.
 # The paper does not mention it (its published code had it), so it is 0.
@@ -2663,9 +2668,10 @@ class MultiHeadAttention(nn.Module):
 
 
 # %% [markdown]
-# The same weights in torch's module must give the same result. Torch keeps
-# Q, K and V in one matrix, one below the other, and reads boolean masks
-# the other way round: there, True means "may *not* attend".
+# The same weights in torch's module must give the same result. The module
+# keeps W_Q, W_K and W_V in one matrix, one below the other, and reads boolean
+# masks the other way round: there, True means "may *not* attend". (Torch's
+# function, with which we compared `attention`, reads them as we do.)
 
 
 # %%
@@ -2718,15 +2724,16 @@ def heads_cost_what_one_costs(n=64, counts=(1, 2, 4, 8, 16), full_width=False):
 
 
 # %% [markdown]
-# Why several? With one head, says the paper, averaging inhibits. Let keys
-# mark two places, and a query ask for the values of both, a and b, of m = 8
-# numbers each. Two heads are set by hand: each finds one mark, and copies.
+# Why several? To attend to several places at once; with one head, says the
+# paper, "averaging inhibits this". Let keys mark two places, and a query ask
+# for the values of both, a and b, of m = 8 numbers each. Two heads are set by
+# hand: each finds one mark, and copies.
 #
 # One head of twice the width can't do it, however it is trained. The marks
 # fix a weight w, and at best the output is W(w·a + (1 − w)·b): *one* mix of
-# a and b, in other coordinates. That makes 2m numbers of 2m numbers, but by
-# a linear map of rank m, which must miss half of their variance. (If both
-# marks are at one place, one head is enough.)
+# a and b, in other coordinates. That makes 2m numbers out of 2m numbers, but
+# by a linear map of rank m, which must miss at least half of their variance.
+# (If both marks are at one place, one head is enough.)
 
 
 # %% tags=["claim"]
@@ -2785,9 +2792,10 @@ def averaging_inhibits(updates=300, m=8, same_place=False):
 
 
 # %% [markdown]
-# **Attention knows no order.** Without positions, exchange two rows of the
-# input, and the same two rows of the output are exchanged. This is called
-# permutation equivariance, and it is why Section 3.5 must add positions.
+# **Attention knows no order.** Without positions and masks, exchange two rows
+# of the input, and the same two rows of the output are exchanged. This is
+# called permutation equivariance, and it is why Section 3.5 must add
+# positions.
 
 
 # %%
@@ -3202,8 +3210,8 @@ class FeedForward(nn.Module):
 
 
 # %% [markdown]
-# The paper remarks that this equals two convolutions of width 1. That can
-# be checked:
+# The paper remarks that this equals two convolutions of width 1. (One of
+# width k makes each position from k neighbouring ones.) That can be checked:
 
 
 # %%
@@ -3264,19 +3272,19 @@ def network_by_position_and_layer(one_for_all=False):
     )
     return bool(places < 1e-5 < layers), (
         f"the same vector at 5 positions gives results that differ by "
-        f"{places:.3f}; in two of the {len(networks)} layers, by "
-        f"{layers:.3f} at least"
+        f"{places:.3f}; those of any two of the {len(networks)} layers "
+        f"differ by {layers:.3f} at least"
     )
 
 
 # %% [markdown]
 # #### Exercises
 #
-# **Which unit speaks?** (a line). The network is also a sum over its F hidden
-# units. Unit f compares x with row f of `W_1` and, as far as they agree, adds
-# column f of `W_2` to the result. (Geva et al., 2021, call this a memory of
-# keys and values.) How long is the vector that each unit adds at each
-# position? The matrices are as `nn.Linear` keeps them.
+# **Which unit speaks?** (a line). But for b_2, the network is a sum over its F
+# hidden units. Unit f compares x with row f of `W_1` and, as far as they
+# agree, adds column f of `W_2` to the result. (Geva et al., 2021, call this a
+# memory of keys and values.) How long is the vector that each unit adds at
+# each position? The matrices are as `nn.Linear` keeps them.
 
 
 # %%
@@ -3540,11 +3548,13 @@ def embedding_gradient(tokens, grad, vocab): ...
 # $$PE_{pos,2i} = \sin\frac{pos}{10000^{2i/D}}, \qquad
 #   PE_{pos,2i+1} = \cos\frac{pos}{10000^{2i/D}}$$
 #
+# Here *i* numbers the pairs of dimensions, and both *i* and *pos* start at 0.
+#
 # Think of the hands of many clocks. The first goes round once in 2π ≈ 6.3
-# words and tells neighbours apart. The last takes about 10,000·2π words, so
-# no sentence is long enough to see the same time twice. By hand, with D = 4:
-# position 1 is (sin 1, cos 1, sin 0.01, cos 0.01) = (0.841, 0.540, 0.010,
-# 1.000).
+# words and tells neighbours apart. The last takes, for D = 512, almost
+# 10,000·2π words, so no sentence is long enough to see the same time twice. By
+# hand, with D = 4: position 1 is (sin 1, cos 1, sin 0.01, cos 0.01) = (0.841,
+# 0.540, 0.010, 1.000).
 #
 # **Asked often:** why add the positions and not concatenate them, and why
 # 10000? Concatenated, word e and position p would meet a matrix next, and
@@ -3622,7 +3632,7 @@ class PositionalEncoding(nn.Module):
 
 
 # %% [markdown]
-# Two pictures of it: four of the waves, and the whole table.
+# Two pictures of it: four of the waves for D = 20, and a whole table.
 
 
 # %%
@@ -3747,7 +3757,8 @@ def one_matrix_looks_back(offsets=(1, 7, 50), places=400, random=False):
         right.append(found.item())
     return min(right) > 0.99, (
         f"with one matrix each, {', '.join(f'{r:.0%}' for r in right)} of "
-        f"{places} places look exactly k = {offsets} places back"
+        f"the places that can look exactly k = {offsets} places back, of "
+        f"{places}, do so"
     )
 
 
@@ -3893,8 +3904,8 @@ def likeness(p, q, d_model): ...
 # **Positions that turn** (an hour). Many later models add no encoding. They
 # *turn* queries and keys instead (Su et al., 2021): a pair of dimensions is a
 # point in the plane, and pair i at position *pos* is turned by the angle
-# $pos/10000^{2i/K}$. Then q·k depends on the distance of the two positions
-# alone. Write it without a loop. Which dimensions make a pair is for you to
+# $pos/10000^{2i/K}$. Then of the two positions only their difference enters
+# q·k. Write it without a loop. Which dimensions make a pair is for you to
 # choose: no numbers are compared, but what any such turn must do is tried.
 
 
@@ -3994,7 +4005,7 @@ turning_in_loops.judged_by(
 # ```
 #
 # Turned by m and by n, q and k stand at the angle between them plus n − m. So
-# the positions enter by their distance only.
+# the positions enter by their difference only (and its sign does count).
 #
 # </details>
 
@@ -4011,10 +4022,11 @@ def turn_by_place(x, places): ...
 # decoder turns the memory and the target so far into states, and the
 # target embedding, used backwards, turns states into logits.
 #
-# Weight matrices start from Glorot's uniform distribution, between ±√(6 /
-# (inputs + outputs)). Biases start as torch starts them. *Fills a gap in the
-# paper*, which does not say how they start; its published code had the same
-# matrices, and biases of 0.
+# The weight matrices of both stacks start from Glorot's uniform distribution,
+# between ±√(6 / (inputs + outputs)). (Torch calls it by his first name,
+# Xavier.) Biases start as torch starts them. *Fills a gap in the paper*, which
+# does not say how they start; its published code had the same matrices, and
+# biases of 0.
 
 
 # %%
@@ -4157,18 +4169,19 @@ def an_untrained_model():
 # The loss is above ln 14, for the guesses are not even, and uneven guesses
 # made blindly lose more than they win. And why does it repeat `<s>`? The
 # residual connections carry the embedding of the last word read through to
-# the output, where the same matrix recognizes it. An untrained Transformer is
-# a parrot with a stutter.
+# the output, where the same matrix recognizes it. (From another seed it may
+# start with another word, and repeat that.) An untrained Transformer is a
+# parrot with a stutter.
 #
 # ### The same as torch's own Transformer
 #
 # The strongest check there is: copy our weights into `torch.nn.Transformer`,
 # written by others, and compare outputs and gradients, in both norm orders.
 # `nn.Transformer` has no embeddings, positions or logits, so it is the two
-# stacks that we compare; the other parts have checks of their own. There are
-# two differences. With post-norm, torch's stacks still add a final norm,
-# which the paper lacks, so we remove it. And its attention has biases; they
-# start at zero and change nothing.
+# stacks that we compare; the other parts are examined by themselves. There are
+# two differences. With post-norm, torch's stacks still add a final norm, which
+# the paper lacks, so we remove it. And its attention has biases; they start at
+# zero and change nothing.
 
 
 # %%
@@ -4214,10 +4227,10 @@ def copy_attention(ours, theirs):
 
 
 # %% [markdown]
-# The check runs on a padded batch, in double precision, with all weights
-# drawn at random (norms and biases too, which start at 1 and 0). It
-# compares the states of the real positions, and the gradients of both
-# inputs and of one projection, W_O of the first encoder layer.
+# The check runs on a padded batch, in double precision, with all weights drawn
+# at random (those of the norms too, which start at 1 and 0). It compares the
+# states of the real positions, and the gradients of both inputs and of one
+# projection, W_O of the first encoder layer.
 
 
 # %%
@@ -4386,7 +4399,9 @@ def predictions_know_what_is_before(T=8, shift=1):
 # %% [markdown]
 # One matrix, three uses (Section 3.4). If it is one, its gradient is the sum
 # of what three separate matrices would get. And (Section 3.5) without
-# positions, a shuffled source gives a shuffled memory, and nothing else:
+# positions, a shuffled source gives a shuffled memory, and nothing else. (That
+# is the encoder. The decoder's mask hides from each position what is later,
+# and so gives away something of the order.)
 
 
 # %% tags=["claim"]
@@ -4445,7 +4460,8 @@ def order_comes_from_positions(words=7, positions=False):
 # Why does it matter where the norm goes? Look at the gradient of an
 # untrained model, one value for each layer of the decoder. Xiong et al.
 # (2020) found that post-norm gives the layers near the output much larger
-# gradients than the others, and that warm-up (Section 5.3) is the remedy.
+# gradients than the others. So, they say, it needs warm-up (Section 5.3), and
+# pre-norm does not.
 
 
 # %%
@@ -4480,26 +4496,26 @@ def gradients_of_both_orders():
         "gradient norm of W_1",
         "At the start, post-norm favours the last layers",
         "Line chart: with post-norm the gradient grows towards the last of "
-        "12 layers; with pre-norm it stays about level.",
+        "12 layers; with pre-norm it changes little, and rather falls.",
     )
 
 
 # %% [markdown]
 # **What to notice.** With post-norm the last layer's gradient is many times
-# the first's (how many, depends much on the seed); with pre-norm the largest
-# is about twice the smallest. So, say Xiong et al., a large first step would
-# ruin the last layers of a post-norm stack, and its rate must start small.
-# With Adam (Section 5.3) that can't be all, for it divides by the gradient's
-# size. Liu et al. (2020) blame something else: post-norm leans more on what
-# its sub-layers add, so that a small change of their weights changes the
-# output much.
+# the first's (how many depends much on the seed); with pre-norm the largest
+# is about twice the smallest, or less. So, say Xiong et al., a large first
+# step would ruin the last layers of a post-norm stack, and its rate must start
+# small. With Adam (Section 5.3) that can't be all, for it divides by the
+# gradient's size. Liu et al. (2020) blame something else: post-norm leans more
+# on what its sub-layers add, so that a small change of their weights changes
+# the output much.
 
 # %% [markdown]
 # ### Exercises
 #
 # **Find the leak** (two lines). `f` takes T vectors and gives T vectors.
 # Which outputs depend on which inputs? The cell changes one input after the
-# other and looks what moves. Find it from the derivatives. With such a tool
+# other and sees what moves. Find it from the derivatives. With such a tool
 # you can see a mask at work, or a leak in one, in any model.
 
 
@@ -4781,13 +4797,15 @@ class TurningAttention(MultiHeadAttention):
 # #### Byte-pair encoding
 #
 # What is a token? If it is a whole word, the list is endless, and each
-# new text brings words that are not on it. If it is a letter, nothing is
-# ever unknown, but sentences get five times as long, and attention costs
-# the square of that. The paper stands between: its tokens are *pieces* of
-# words, found by **byte-pair encoding** (BPE; Sennrich et al., 2016). It
-# shared about 37,000 of them between English and German.
+# new text brings words that are not on it. If it is a letter, hardly
+# anything is unknown, but sentences get five times as long, and attention
+# costs the square of that. The paper stands between: its tokens are
+# *pieces* of words, found by **byte-pair encoding** (BPE; Sennrich et al.,
+# 2016). It shared about 37,000 of them between English and German. (For
+# French it had 32,000, found by a similar method, WordPiece; Wu et al.,
+# 2016.)
 #
-# The recipe takes three lines. Begin with letters. Count which two
+# The recipe has three steps. Begin with letters. Count which two
 # neighbours stand together most often in the training text, join them into
 # one new piece, and note the *merge*. Repeat until there are as many pieces
 # as you want. Frequent words end up whole, rare ones as a few pieces, and a
@@ -4864,18 +4882,20 @@ def merges_of_nine_words():
 
 # %% [markdown]
 # **What to notice.** The first merge is `a+n`: it stands in `Mann`, `Hand`,
-# `Handball` and `Schneemann`, 6 + 4 + 3 + 2 = 15 times. `Fußball` is
-# frequent enough to be one piece, `Schneeball` not yet. `Handmann`, which
-# the text does not have, is a hand and two pieces of a man. `Schneefuß` is
-# snow and letters: `▁Fuß` is a piece, but only at the start of a word.
-# `Wasser` is nothing but letters, and still it is not unknown. Whatever the
-# word, joining its pieces gives it back:
+# `Handball` and `Schneemann`, 6 + 4 + 3 + 2 = 15 times. `Fußball` is frequent
+# enough to be one piece, `Schneeball` not yet. `Handmann`, which the text
+# does not have, is a hand and two pieces of a man. `Schneefuß` is snow and
+# letters: `▁Fuß` is a piece, but only at the start of a word, and with a
+# capital. `Wasser` is nothing but letters, and three of them (`W`, `s`, `r`)
+# are in none of the nine words. Here every letter counts as a piece. A real
+# vocabulary holds the letters of its training text, which are all that most
+# words need. Whatever the word, joining its pieces gives it back:
 
 
 # %%
 @check
 def pieces_give_the_word_back():
-    """Splitting loses nothing, and each piece comes from a merge."""
+    """Splitting loses nothing, and each longer piece comes from a merge."""
     merges = learn_merges(SNOW, 26)
     pieces = {a + b for a, b in merges}
     draw = random.Random(0)
@@ -4902,7 +4922,8 @@ def pieces_give_the_word_back():
 # lacks `</s>`. Its **labels** are the target itself, ending with `</s>`. So
 # at each place the decoder has read what came before and is asked what comes
 # next. All T questions are asked at once; the causal mask keeps the answers
-# hidden. This is called *teacher forcing*.
+# hidden. That it reads the right words, and not those it would have written
+# itself, is called *teacher forcing*.
 #
 # **Asked often:** why `tgt[:, :-1]`, if with padding the last token is not
 # the end symbol? Both are cut from one row: `tgt[:, :-1]` is read,
@@ -5022,7 +5043,8 @@ def padding_waste():
 # %% [markdown]
 # Tried on drawn pairs, longer than captions, with the paper's 25,000 places a
 # side and the padding of both sides. Similar lengths must save nine tenths of
-# the padding that batches at random would have.
+# the padding that batches at random would have, and a batch must hold 25,000
+# real tokens a side, give or take 15%.
 
 
 # %% tags=["claim"]
@@ -5070,11 +5092,12 @@ def batches_hold_each_pair_once():
 
 # %% [markdown]
 # Training wants an endless stream of batches. One pass through all pairs is
-# an *epoch*. Its order depends on the seed and the epoch's number and on
-# nothing else, so a run that was stopped can go on with exactly the batch
-# that would have come next. Only the pairs of the next batch are looked at,
-# so `pairs` may be a list, or something on the disk that is far larger than
-# the memory and knows its `widths` (*Four million pairs*, below).
+# an *epoch*. With the same pairs and the same budget, its order depends on
+# the seed and the epoch's number and on nothing else, so a run that was
+# stopped can go on with exactly the batch that would have come next. Once
+# the lengths are known, only the pairs of the next batch are looked at. So
+# `pairs` may be a list, or something on the disk that is far larger than the
+# memory and knows its `widths` (*Four million pairs*, below).
 
 
 # %%
@@ -5091,6 +5114,8 @@ def stream(pairs, max_tokens, seed=0, device="cpu", skip=0):
             widths = now.widths()
         else:
             widths = [max(len(src), len(tgt) - 1) for src, tgt in now]
+        if not len(widths):  # else this loop would never end
+            raise InputError("no pairs to train on: the corpus is empty")
         generator = torch.Generator().manual_seed(1_000_003 * seed + epoch)
         for group in token_batches(widths, max_tokens, generator):
             if skip:
@@ -5292,7 +5317,7 @@ def pick_device(name="auto"):
         return torch.device("mps" if mps else "cpu")
     try:
         torch.zeros(1, device=name).item()  # "meta" has no values
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+    except (RuntimeError, AssertionError, ImportError) as error:
         raise InputError(
             f"no device {name!r} here ({error}); cpu always works"
         ) from None
@@ -5332,7 +5357,8 @@ def big_takes_half_a_week(seconds=1.0):
 # %% [markdown]
 # Table 2 says what training cost, in operations: the time, times eight GPUs,
 # times the 9.5 · 10¹² operations a second that the authors take a P100 to
-# sustain in 32 bits. (By its data sheet it could make 10.6 · 10¹² at most.)
+# sustain in 32 bits. (By its data sheet it could make 10.6 · 10¹² at most, in
+# the faster of its two builds.)
 
 
 # %% tags=["claim"]
@@ -5352,8 +5378,9 @@ def table_2_is_time_times_rate(rate=9.5e12, gpus=8):
 # %% [markdown]
 # That is what the GPUs could have done in the time. How much does the model
 # ask of them? PyTorch counts the operations of one update in products of
-# matrices, forward and backward, without making them. Two estimates agree if
-# they lie within a factor of 1.5.
+# matrices, forward and backward, without making them. We take 25,000 tokens a
+# side, in sentences of 25. Two estimates agree if they lie within a factor of
+# 1.5.
 
 
 # %% tags=["claim"]
@@ -5395,12 +5422,13 @@ def table_2_counts_operations(busy=1.0):
 #
 # An *optimizer* is the rule by which an update makes steps of gradients. The
 # paper's, Adam (Kingma and Ba, 2015), keeps two running means for each
-# weight: of its gradient, over some 1/(1 − β₁) = 10 updates, and of the
-# gradient's square, over some 50. The step goes along the first, divided by
-# the root of the second, so every weight moves at about the same pace. The
-# paper uses it with β₁ = 0.9, β₂ = 0.98 and ε = 10⁻⁹ (added to the root), and
-# a learning rate, by which each step is multiplied, that rises, then falls
-# (Equation 3):
+# weight: of its gradient, and of the gradient's square. At each update a mean
+# keeps the share β of its old value and takes 1 − β of the new one, so it is
+# over some 1/(1 − β) updates: 10 for the gradient, with the paper's β₁ = 0.9,
+# and 50 for the square, with β₂ = 0.98. The step goes against the first mean,
+# divided by the root of the second (with ε = 10⁻⁹ added to the root), so
+# every weight moves at about the same pace. The learning rate, by which each
+# step is multiplied, rises, then falls (Equation 3):
 #
 # $$lrate = d_{model}^{-0.5} \cdot \min(n^{-0.5},\; n \cdot w^{-1.5})$$
 #
@@ -5408,8 +5436,8 @@ def table_2_counts_operations(busy=1.0):
 # *warm-up* updates, 4,000 in the paper. By hand: base peaks at n = 4,000,
 # with 512^−0.5 · 4000^−0.5 = 0.0442 · 0.0158 = 0.0007.
 #
-# *Beyond the paper*: `factor` scales the whole curve, since small models
-# bear a higher peak.
+# *Beyond the paper*: `factor` scales the whole curve, since other models and
+# batches want another peak.
 
 
 # %%
@@ -5427,7 +5455,7 @@ def learning_rate(n, d_model=512, warmup=4000, factor=1.0):
 def adam(model, fused=None):
     """The paper's Adam; `training` sets the rate before each update.
 
-    `fused`: make the step in one pass; the default is where torch can.
+    `fused`: make the step in one pass; by default on a processor or CUDA.
     """
     weights = list(model.parameters())
     if fused is None:
@@ -5512,8 +5540,8 @@ def learning_rate_curves():
 # does not say why. Post-norm is easily upset at the start (*Post-norm against
 # pre-norm, measured*), and Adam's running mean of squares has seen too few
 # gradients to divide by. So the first steps had better be small. A
-# smaller batch has a noisier gradient, and bears a lower peak. The peak is
-# factor / √(D · w): to halve it, make w four times as large or the factor
+# smaller batch has a noisier gradient, and bears only a lower peak. The peak
+# is factor / √(D · w): to halve it, make w four times as large or the factor
 # half. Count w in updates, not epochs, and watch the loss: one that falls
 # and then jumps back to where it began wants a lower peak or a longer w.
 #
@@ -5521,7 +5549,7 @@ def learning_rate_curves():
 #
 # **A peak to order** (a line, after a little algebra). You know how high the
 # rate should rise. Which warm-up w gives that peak? The cell tries them all.
-# Give the whole number at once.
+# Give the nearest whole number at once.
 
 
 # %%
@@ -5582,7 +5610,8 @@ def warmup_for(peak, d_model): ...
 # `torch.optim`. Begin with m = v = 0. At update n, m becomes β₁m + (1 − β₁)g
 # and v becomes β₂v + (1 − β₂)g². Beginning at 0, both are too small for a
 # while, so they are *corrected*: divided by 1 − β₁ⁿ and 1 − β₂ⁿ. The weights
-# move against the corrected m, divided by the root of the corrected v plus ε.
+# move against the rate times the corrected m, divided by the sum of ε and the
+# root of the corrected v. (β₁ and β₂ are the paper's.)
 
 
 # %%
@@ -5667,9 +5696,9 @@ def adam_updates(weight, gradients, rate, eps): ...
 # %% [markdown]
 # ### 5.4 Regularization
 #
-# **Dropout**, with rate 0.1 in base, falls in two places: on what a
-# sub-layer adds to the residual, and on the sum of embedding and position.
-# We have put it there already. In evaluation it must be off:
+# **Dropout** (Srivastava et al., 2014), with rate 0.1 in base, falls in two
+# places: on what a sub-layer adds to the residual, and on the sum of embedding
+# and position. We have put it there already. In evaluation it must be off:
 
 
 # %%
@@ -5714,10 +5743,10 @@ def dropout_falls_in_two_places(N=6, p=0.1, attention_dropout=0.0):
 
 
 # %% [markdown]
-# **Label smoothing.** The label says: this word, with probability 1. To
-# get there, the logits would have to grow without end. With smoothing
-# ε = 0.1 the target is softer: 0.9 for the right word, and 0.1 spread
-# evenly over all V words of the vocabulary, so that each row still sums
+# **Label smoothing** (Szegedy et al., 2016). The label says: this word, with
+# probability 1. To get there, the logits would have to grow without end. With
+# smoothing ε = 0.1 the target is softer: 0.9 for the right word, and 0.1
+# spread evenly over all V words of the vocabulary, so that each row still sums
 # to 1. Rows of padding are all zero: they ask for nothing.
 
 
@@ -5750,11 +5779,13 @@ def smoothed_loss(logits, labels, smoothing=0.1):
 # with it? The probability of a sentence is a product of many small numbers; as
 # logarithms they are a sum, which no machine rounds to 0. And `log_softmax`
 # never forms the probability itself, so that it stays exact where the softmax
-# is 0 (the cell below). As for the Kullback-Leibler divergence that other
-# tutorials use here: the cross-entropy is −Σ p log q, the divergence is Σ p
-# log p − Σ p log q. They differ by −Σ p log p, the *entropy* of the targets p,
-# which no weight of the model can change. So their gradients are the same. We
-# keep the cross-entropy, because without smoothing it is the plain loss.
+# is 0 (the cell below). As for the Kullback-Leibler (KL) divergence that
+# other tutorials use here: with targets t and the model's probabilities p,
+# the cross-entropy is −Σ t log p, the divergence is Σ t log t − Σ t log p.
+# They differ by −Σ t log t, the *entropy* of the targets, which no weight of
+# the model can change. So their gradients are the same; and without smoothing
+# the entropy is 0, and they are one. We keep the cross-entropy, which is
+# shorter.
 
 
 # %% tags=["question"]
@@ -6016,14 +6047,15 @@ def gradient_at_logits(logits, labels): ...
 # ## One example through everything
 #
 # *You may pass over this chapter: nothing later needs it.* One sentence goes
-# through the whole model, and every number on its way is printed: *Anna liebt
-# Otto*, German for *Anna loves Otto*. The model is this book's `Transformer`
-# with D = 4, two heads, one layer in each stack and F = 3. Its weights are −1,
-# 0 and 1, so that you can do it all again with a pencil; biases are 0 and
-# gains are 1. They were not trained, but found by trying out, and few as they
-# are, they translate: *Otto liebt Anna* as well. After each step, one number
-# is worked by hand. What is printed is rounded (0.000 is small, 0 is nothing),
-# but the model goes on with all digits, so your last one may differ.
+# through the whole model, and nearly every number on its way is printed: *Anna
+# liebt Otto*, German for *Anna loves Otto*. The model is this book's
+# `Transformer` with D = 4, two heads, one layer in each stack and F = 3. Its
+# weights are −1, 0 and 1, so that you can do it all again with a pencil;
+# biases are 0 and gains are 1. They were not trained, but found by trying out,
+# and few as they are, they translate: *Otto liebt Anna* as well. With most
+# steps, at least one number is worked by hand. What is printed is rounded
+# (0.000 is small, 0 is nothing), but the model goes on with all digits, so
+# your last one may differ.
 #
 # The folded cell has the weights as the paper writes them (a row times the
 # matrix), $W^Q$, $W^K$, $W^V$ and $W^O$ of an attention side by side.
@@ -6209,7 +6241,7 @@ def step_position():
 
 # %% [markdown]
 # **Queries, keys and values** (Section 3.2.2). The first two columns of each
-# belong to head 1, the last two to head 2.
+# belong to head 1, the last two to head 2. (In $W^O$ it is the rows.)
 #
 # By hand: the first column of $W^Q$ adds components 1 and 4 of x. So the query
 # of *Anna* begins with −2 + (−1) = −3.
@@ -6267,8 +6299,9 @@ def step_weights():
 
 
 # %% [markdown]
-# **What to notice.** Where scores lie 10 or more apart, the choice is hard:
-# whole numbers are large weights for so small a model.
+# **What to notice.** Where one score lies 10 or more above the others, it
+# takes nearly all of the weight. Such scores come from the whole numbers,
+# which are large weights for so small a model.
 #
 # **Heads, residual, norm** (Sections 3.2.2 and 3.1). Each head is the weighted
 # mean of its values; the heads side by side go through $W^O$, x is added, and
@@ -6469,9 +6502,9 @@ def gradient_by_hand(unit, dimension):
 # %% [markdown]
 # By hand, in the row of `<s>`:
 #
-# 1. At *Anna* the difference is (0.661 − 0.9125) / 4 = −0.0629. All eight give
-#    the third number at the state: −0.0037 − 0.0028 − 0.0005 + 0.0628 + 0.0098
-#    − 0.0513 + 0.0024 = 0.0167.
+# 1. At *Anna* the difference is (0.661 − 0.9125) / 4 = −0.0629. All eight
+#    (that of `<pad>` times 0) give the third number at the state:
+#    −0.0037 − 0.0028 − 0.0005 + 0.0628 + 0.0098 − 0.0513 + 0.0024 = 0.0167.
 # 2. The mean of g is (0.0212 − 0.0095 + 0.0166 + 0.0446) / 4 = 0.0182, that of
 #    g ⊙ n is (−0.0095 · 1.592 + 0.0166 · (−0.480) + 0.0446 · (−1.112)) / 4 =
 #    −0.0182, and σ is √((0.569² + 0.172² + 0.398²) / 4) = 0.358, for the mean
@@ -6523,8 +6556,8 @@ def gradient_by_hand_is_autograds():
 
 
 # %% [markdown]
-# And the whole way once more as on paper, which is to say with nothing but
-# lists and numbers, and none of the book's classes.
+# And the whole way to the loss once more as on paper, which is to say with
+# nothing but lists and numbers, and none of the book's classes.
 
 # %% tags=["plumbing"]
 
@@ -6636,7 +6669,7 @@ class Recipe:
     clip: float | None = None  # largest gradient norm; the paper has none
     seed: int = 0
     # Beyond the paper, explained under "Levers"; off unless asked for:
-    decay: str = "root"  # or "linear", down to 0 at the last update
+    decay: str = "root"  # or "linear", to reach 0 after the last update
     ema: float = 0.0  # decay of the moving average of the weights
     r_drop: float = 0.0  # weight of the distance between two passes
     bpe_dropout: float = 0.0  # part of the merges left out
@@ -6662,6 +6695,8 @@ class Recipe:
             raise InputError("factor must be a number above 0")
         if not 0 <= self.r_drop < math.inf:
             raise InputError("r_drop must be a number from 0 on")
+        if self.clip is not None and not self.clip > 0:
+            raise InputError("clip must be a number above 0, or None")
         if self.decay not in ("root", "linear"):
             raise InputError('decay must be "root" or "linear"')
 
@@ -6810,9 +6845,9 @@ def gpu_load():
 
 
 # %% [markdown]
-# While it runs, a script shows a progress bar with the loss, real tokens
-# per second, the learning rate, and the load of the GPU if there is one.
-# A notebook prints samples instead.
+# While it runs, a script shows a progress bar with the loss, real target
+# tokens per second, the learning rate, and the load of the GPU if there is
+# one. A notebook prints samples instead.
 
 
 # %%
@@ -6838,7 +6873,7 @@ def progress(updates, recipe, done=0, title="training"):
 # %% [markdown]
 # ### Exercises
 #
-# **In parts** (six lines). All parts of an update together do not fit into
+# **In parts** (seven lines). All parts of an update together do not fit into
 # memory. So take the parts one by one, and still return the gradient at
 # `weight` of the mean loss over all real tokens. The logits of a part are
 # `states @ weight.T`, its loss the plain cross-entropy.
@@ -7026,10 +7061,10 @@ def greedy_plain(model, src, extra=50):
 # %% [markdown]
 # ### A cache of keys and values
 #
-# `greedy_plain` does far too much work. To write word 20, all 19 words before
-# it go through all layers again, with the same result as the time before: the
-# causal mask sees to it that no word depends on a later one. Only the newest
-# place is new. What it needs of the others are their keys and values, so we
+# `greedy_plain` does far too much work. To write word 20, `<s>` and the first
+# 18 words go through all layers again, with the same result as the time
+# before: the causal mask sees to it that no word depends on a later one. Only
+# word 19 is new. What it needs of the others are their keys and values, so we
 # keep those, layer by layer. This is the *KV cache* of today's language
 # models. The keys and values of cross-attention come from the memory, which
 # never changes: they are computed once.
@@ -7107,9 +7142,9 @@ class Cache:
 
 
 # %% [markdown]
-# Two helpers make the search itself quicker. To look for the place of the
-# largest of many numbers takes a processor several times as long as to find
-# the largest, many of which it compares at once. So `top` finds the largest
+# Two helpers make the search itself quicker. To find the place of the largest
+# of many numbers takes a processor several times as long as to find only how
+# large it is, for then it can compare many at once. So `top` finds the largest
 # of each block of 64, and looks only into the best blocks. And where
 # sentences have ended, the last of the others fill the holes. The order of
 # the sentences does not matter, and a cache has few of them to move.
@@ -7139,8 +7174,8 @@ def close_ranks(stay):
 
 
 # %% [markdown]
-# Greedy decoding with the cache is shorter than without. A sentence that has
-# ended takes its keys and values with it.
+# Greedy decoding with the cache is the same loop, but the decoder reads one
+# word at a time. A sentence that has ended takes its keys and values with it.
 
 
 # %%
@@ -7194,9 +7229,9 @@ def cache_changes_nothing():
 
 # %% [markdown]
 # How much work does it save? PyTorch can count the floating-point
-# operations of whatever runs. We let a decoder with the layers of the
-# German-English model below write up to 60 words for a source of 15, both
-# ways. (Counts and not seconds, because a count is the same on every
+# operations in the matrix products of whatever runs. We let a model with the
+# layers of the German-English one below write up to 60 words for a source of
+# 15, both ways. (Counts and not seconds, because a count is the same on every
 # machine; `benchmarks/decoding.py` measures seconds.)
 
 
@@ -7273,8 +7308,8 @@ def batching_changes_no_translation():
 # **A nucleus** (three lines). Stories and conversations are better drawn by
 # chance than written greedily, but not from all words: the many unlikely ones
 # are together likely enough to spoil the text. *Nucleus sampling* (Holtzman et
-# al., 2020) draws from the fewest words that have the probability p together.
-# Mark them.
+# al., 2020) draws from the fewest words that together have a probability of at
+# least p. Mark them.
 
 
 # %%
@@ -7341,8 +7376,9 @@ nucleus_in_loops.judged_by(
 #     return (before < p)[order.argsort()]
 # ```
 #
-# Now replace `argmax` in `greedy` by a draw (`torch.multinomial`) and see what
-# the model says when it is not asked for the likeliest.
+# Now replace `argmax` in `greedy_plain` by a draw from the nucleus of each row
+# (`torch.multinomial`) and see what the model says when it is not asked for
+# the likeliest.
 #
 # </details>
 
@@ -7399,8 +7435,11 @@ attention_place_by_place.judged_by(
     {
         "each place sees those that come after it": masked_by(lambda m: None),
         "no place sees itself": masked_by(lambda mask: mask.tril(-1)),
-        "the mask is transposed: True means may attend, queries down": (
-            masked_by(lambda mask: mask.T)
+        "the mask is transposed: queries down, keys across": masked_by(
+            lambda mask: mask.T
+        ),
+        "the mask marks what is hidden: in this book True means may attend": (
+            masked_by(lambda mask: ~mask)
         ),
     },
 )
@@ -7480,8 +7519,9 @@ def what_the_machine_can_do():
 # logits are 164 megabytes, and the softmax and its gradient walk over them
 # several times, waiting for memory. But each row of logits needs only its own
 # state. So we cut the states into slices, and finish each slice while it lies
-# in the cache. Nor do we need autograd for it, since the gradient of the
-# cross-entropy at the logits is the simplest there could be:
+# in the processor's cache, a small and fast memory of its own. Nor do we need
+# autograd for it, since the gradient of the cross-entropy at the logits is the
+# simplest there could be:
 #
 # $$\frac{\partial L}{\partial z} = \mathrm{softmax}(z) - t$$
 #
@@ -7497,7 +7537,7 @@ def loss_and_gradients(states, labels, weight, tokens, smoothing, rows=256):
     """The summed smoothed loss, and its gradients divided by `tokens`.
 
     states (R, D), labels (R,), weight (V, D), the first and last of one
-    type, float32 or bfloat16. Returns the loss, the gradients at the
+    type, float32, float64 or bfloat16. Returns the loss, the gradients at the
     states (R, D) and at the weight (V, D); `rows`: positions in a slice.
     """
     full = torch.promote_types(weight.dtype, torch.float)  # of all sums
@@ -7651,7 +7691,7 @@ class HalfLinear(nn.Linear):
 # %%
 @check
 def half_products_are_close():
-    """In 16 bits values and gradients differ by 1 %; in use, by nothing."""
+    """In 16 bits values and gradients differ by under 1 %; in use, not."""
     plain, half = nn.Linear(64, 32), HalfLinear(64, 32)
     half.load_state_dict(plain.state_dict())
     x = torch.randn(5, 7, 64, requires_grad=True)
@@ -7666,9 +7706,9 @@ def half_products_are_close():
 
 
 # %% [markdown]
-# Does it pay here? On a processor without such instructions it is slower
-# by far. So `--preset laptop` tries both for some milliseconds, and takes the
-# faster one; `--half` and `--no-half` say so at once.
+# Does it pay here? On a processor without such instructions it is slower by
+# far. So `--preset laptop` tries both for some milliseconds, and takes 16 bits
+# if they are clearly faster; `--half` and `--no-half` say so at once.
 
 
 # %%
@@ -7786,7 +7826,8 @@ def fast_form_changes_nothing():
 # **Measured on your machine.** The layers are tiny's, the lengths are like
 # those of captions, the words are random. Each form has one means more than
 # the one before. (Adam *fused* makes its step in one pass over the weights.)
-# The forms take turns, and the best of three turns counts.
+# A batch has about 1,024 places in every form, of which padding takes half in
+# the first. The forms take turns, and the best of three turns counts.
 
 
 # %%
@@ -7810,7 +7851,7 @@ def random_pairs(number, vocab, seed=0):
     return pairs
 
 
-def random_batches(pairs, size=128, seed=0):
+def random_batches(pairs, size, seed=0):
     """Endless batches of `size` pairs in no order."""
     draw = random.Random(seed)
     while True:
@@ -7832,7 +7873,8 @@ def training_in_form(form, config, pairs, places=1024, forms=FORMS):
     classes |= HALF if half else {}
     classes |= FAST if "fused attention" in have else {}
     exchange(model, classes)
-    batches = random_batches(pairs)
+    # Captions of random lengths take, padded, some 32 places each.
+    batches = random_batches(pairs, max(1, places // 32))
     if "batches of like length" in have:
         batches = stream(pairs, places, 0)
     gradient = backward
@@ -7867,7 +7909,7 @@ def speeds(vocab=5000, turns=3, forms=None):
 # %% [markdown]
 # How far is that from the limit? PyTorch counts the operations of one update
 # in products. The best that can be is the machine's rate of products over the
-# operations for a token: for the form in 16 bits the rate in 16 bits.
+# operations for a token: for the forms in 16 bits the rate in 16 bits.
 
 
 # %%
@@ -7915,7 +7957,7 @@ def one_means_after_another():
 # **What to notice.** Batches of like length do most. What the others bring
 # depends on the sizes: with 10,000 words and 4,096 places, as
 # `benchmarks/training.py` measures it on captions, the loss in slices is worth
-# a factor of 1.4 and so are products in 16 bits, and the whole makes 4.1 (two
+# a factor of 1.4 and so are products in 16 bits, and the whole makes 4.0 (two
 # cores, commit 6560740). Fused attention and fused Adam bring little on a
 # processor, for sentences so short. And the last form is not at the limit:
 # what remains are the many small operations between the products, which wait
@@ -7944,9 +7986,11 @@ def one_means_after_another():
 # * **Room ahead.** The kept keys have more room than is filled. A new one is
 #   written into its place, and nothing else moves. Where a sentence has
 #   ended, the last of the others moves in.
-# * **No sorting.** When a beam is sorted anew, its keys stay where they are.
-#   A small mask says which of a sentence's kept places belong to which
-#   beginning, its *ancestors*, and only this mask is sorted.
+# * **No sorting.** In Section 6.1 several beginnings are written for each
+#   source, its *beam*, and after each word the better ones are kept, in a new
+#   order. When a beam is sorted anew, its keys stay where they are. A small
+#   mask says which of a sentence's kept places belong to which beginning, its
+#   *ancestors*, and only this mask is sorted.
 # * **One beginning.** At the first step all places of a beam hold `<s>`: it
 #   is read once.
 
@@ -7999,8 +8043,8 @@ class Product:
 
 
 # %% [markdown]
-# The matrices of a layer in this form. Its sub-layers are handed the stream
-# as well, and add to it themselves.
+# The matrices of a layer in this form. Its sub-layers are also handed what
+# their result is added to (the residual), and do the addition themselves.
 
 
 # %%
@@ -8277,7 +8321,7 @@ def writer_changes_nothing():
 # %% [markdown]
 # Again on your machine: base, with random weights, writes up to 20 words for
 # each of 32 sources of 15 tokens. (16 bits may choose other words, now and
-# then, where two are nearly as likely.)
+# then, where two are almost equally likely.)
 
 
 # %%
@@ -8305,9 +8349,9 @@ def ways_of_writing():
 # %% [markdown]
 # #### Exercises
 #
-# **How much is kept?** (a line). When a text gets long, the memory goes to
-# kept keys and values. The cell fills a `Cache` and measures it: all W texts
-# of a beam have read T words, their source has S. What is the formula?
+# **How much is kept?** (a line). When a text gets long, the machine's memory
+# goes to kept keys and values. The cell fills a `Cache` and measures it: all W
+# texts of a beam have read T words, their source has S. What is the formula?
 
 
 # %%
@@ -8384,10 +8428,10 @@ def bytes_kept(N, D, W, T, S): ...
 # good the model is, and 1,000 are held out for the last test. No sequence is
 # in two of the sets.
 #
-# One layer of width 64 is enough, since copying takes one look. Every
-# 25 updates the model copies the validation set, freely: from `<s>` on
-# it sees only its own output. When three such tests in a row are perfect,
-# training ends.
+# One layer in each stack, of width 64, is enough, since copying takes one
+# look. Every 25 updates the model copies the validation set, freely: from
+# `<s>` on it sees only its own output. When three such tests in a row are
+# perfect, training ends.
 
 
 # %%
@@ -8551,8 +8595,8 @@ def learned_positions_do_as_well(other="learned", seeds=1, updates=400):
 # The second is the reason that the paper gives for its choice: sinusoids
 # "may" carry over to sequences longer than any in training. The model above
 # saw 3 to 10 digits. We give it 200 sequences of each length, and call it
-# carried over if 90 of 100 are still right at 12. (At 10, they are. At 11
-# many are, where learned positions fail at once.)
+# carried over if more than 90 of 100 are still right at 12. (At 10, they are.
+# At 11 many are, where learned positions fail at once.)
 
 
 # %% tags=["claim"]
@@ -8626,8 +8670,8 @@ def sinusoids_extrapolate(lengths=(10, 11, 12), seeds=1, updates=400):
 # - The article shows gender and case: *der Mann*, *den Mann* and *dem Mann*
 #   are all *the man*. So does the adjective: *der alte*, *ein alter*, *dem
 #   alten*.
-# - The finite verb is always second: *heute isst der Mann den Apfel* is
-#   *today the man eats the apple*.
+# - The finite verb, the one that changes with the subject, is always second:
+#   *heute isst der Mann den Apfel* is *today the man eats the apple*.
 # - The verb may be torn in two: *der Mann macht heute die Tür auf* is *the
 #   man opens the door today*.
 # - The participle comes last: *der Mann hat im Garten den Apfel gegessen* is
@@ -8652,11 +8696,11 @@ def sinusoids_extrapolate(lengths=(10, 11, 12), seeds=1, updates=400):
 #
 # A noun is written as its gender (m, f, n), singular, plural and English; an
 # English plural that is more than an added *-s* follows. The gender w marks
-# the weak masculine nouns, which keep their singular for the nominative
-# alone: *der Junge*, but *den Jungen* and *dem Jungen*. A dash says that the
-# noun is not counted: no plural, no *ein*. A plus sign joins English words
-# that stand for a single German one. The kind, in front, says what can be
-# done to the thing.
+# the weak masculine nouns, which keep their singular for the nominative, the
+# case of the subject, alone: *der Junge*, but *den Jungen* and *dem Jungen*. A
+# dash says that the noun is not counted: no plural, no *ein*. A plus sign
+# joins English words that stand for a single German one. The kind, in front,
+# says what can be done to the thing.
 
 # %% tags=["plumbing"]
 NOUN_TABLE = """
@@ -8765,11 +8809,12 @@ ADJECTIVES = {
 # #### The endings
 #
 # A German noun phrase shows gender and case in a strong ending: *-er*, *-en*,
-# *-em* for the three cases of a masculine noun. Usually the article carries
-# it (*dies-er*, *d-er*), and the adjective needs only a weak *-e* or *-en*:
-# *der alte Mann*. But *ein* and *mein* have no ending in three places, and
-# there the adjective must step in: *ein alter Mann*. Without any article it
-# always must: *alte Männer*, *kalter Tee*. The letter p stands for the
+# *-em* for a masculine noun as subject, object and recipient (nominative,
+# accusative and dative; the corpus has no genitive). Usually the article
+# carries it (*dies-er*, *d-er*), and the adjective needs only a weak *-e* or
+# *-en*: *der alte Mann*. But *ein* and *mein* have no ending in three places,
+# and there the adjective must step in: *ein alter Mann*. Without any article
+# it always must: *alte Männer*, *kalter Tee*. The letter p stands for the
 # plural, in which the genders look alike.
 
 # %%
@@ -8806,8 +8851,9 @@ def determiner(article: str, gender: str, case: str) -> str:
 
 
 # %% [markdown]
-# The noun itself changes only if it is weak, and in the dative plural, which
-# wants an *-n*: *den Lehrern*.
+# From case to case the noun itself changes only if it is weak, and in the
+# dative plural, which wants an *-n* where the plural does not end in *-n* or
+# *-s*: *den Lehrern*.
 
 
 # %%
@@ -8821,7 +8867,8 @@ def decline(noun: Noun, case: str, plural: bool) -> str:
 # %% [markdown]
 # A noun phrase comes out as two strings. Both languages order article,
 # adjective and noun alike, so their words match one to one. An indefinite
-# plural has no article, nor has a mass noun: *kleine Kinder*, *kalte Milch*.
+# phrase has no article in the plural, nor where the noun is not counted:
+# *kleine Kinder*, *kalte Milch*.
 
 
 # %% tags=["plumbing"]
@@ -9028,12 +9075,11 @@ PLACES = {
 }
 
 # %% [markdown]
-# The German verb has two places in a sentence, second and last. In the
-# present the last place is empty, or holds the particle. With an auxiliary
-# it holds the main verb, a participle (*hat ... gegessen*) or an infinitive
-# (*kann ... essen*). In the past *hat ... gegessen* is one English word, and
-# both German words are aligned with it. Beware of *will*: it means *wants
-# to*.
+# The German verb has two places in a sentence, second and last. In the present
+# the last place is empty, or holds the particle. With an auxiliary it holds
+# the main verb, a participle (*hat ... gegessen*) or an infinitive (*kann ...
+# essen*). In the past *hat ... gegessen* is one English verb, *ate*, and both
+# German words are aligned with it. Beware of *will*: it means *wants to*.
 
 # %% tags=["plumbing"]
 AUXILIARIES = {
@@ -9071,7 +9117,7 @@ def verb_pieces(verb: Verb, tense: str, plural: bool) -> dict[str, tuple]:
 # The order of a whole sentence is a list of roles. English keeps the verb
 # together and puts place before time. German puts time before place and the
 # object after both, with the finite verb second and the rest of it last. An
-# indefinite recipient moves behind the adverbials, for German likes what is
+# indefinite recipient moves behind time and place, for German likes what is
 # new to come late: *gibt dem Kind heute einen Apfel*, but *gibt heute einem
 # Kind einen Apfel*.
 #
@@ -9316,9 +9362,9 @@ def words_of_a_sentence():
 # that is not among them is read as `<unk>`. With `min_count=2` words seen
 # only once are left out too; then `<unk>` occurs in training, and the model
 # can learn what to do with it. (The generated corpus keeps all its words, so
-# its model never meets `<unk>` in training.) torchtext's `Vocab` counts,
-# sorts and cuts. We keep only its list of words, which is all that a saved
-# model needs.
+# its model never meets `<unk>` in training.) A `Counter` counts, torchtext's
+# `Vocab` sorts and cuts. We keep only its list of words, which is all that a
+# saved model needs.
 
 
 # %%
@@ -9366,8 +9412,8 @@ class Vocabulary:
 # source, target and output. Section 5.1 showed the algorithm; the
 # sentencepiece library runs it on millions of lines, in any script, and
 # knows no more about languages than we did: spaces become `▁`, the rest is
-# characters. It first makes the text uniform (Unicode's NFKC: `…` becomes
-# three dots, several spaces become one). But for that, joining pieces
+# characters. It first makes the text uniform (by Unicode's NFKC `…` becomes
+# three dots; and several spaces become one). But for that, joining pieces
 # gives back the text, and Korean needs no other code than German.
 
 
@@ -9708,9 +9754,10 @@ def ngram_counts(words, n):
 
 # %%
 def bleu_by_hand(outputs, references):
-    """(BLEU, [the four precisions], brevity penalty), in percent.
+    """(BLEU, [the four precisions], brevity penalty).
 
-    For lists of tokenized sentences, one reference each.
+    For lists of tokenized sentences, one reference each; BLEU and the
+    precisions in percent, the penalty from 0 to 1.
     """
     precisions = []
     for n in range(1, 5):
@@ -9794,11 +9841,11 @@ def bleu_equals_sacrebleu():
 # one.
 #
 # **Asked often:** why is my BLEU below the paper's? Its 28.4 is of another
-# test set, after training on 150 times as many pairs as the captions have,
-# with a larger model, beam search and averaged weights. Scores of different
-# test sets cannot be compared; nor can scores of one test set, if words are
-# cut or letters compared otherwise. The same output against the same
-# reference:
+# test set, from English to German, after training on 150 times as many pairs
+# as the captions have, with a larger model, beam search and averaged weights.
+# Scores of different test sets cannot be compared; nor can scores of one test
+# set, if words are cut or letters compared otherwise. The same output against
+# the same reference:
 
 
 # %% tags=["question"]
@@ -9844,11 +9891,12 @@ def perplexity(model, pairs, max_tokens=4096):
 # %% [markdown]
 # #### Exercises
 #
-# **Is it better, or lucky?** (four lines; an hour with a use for it). A score
-# of 200 sentences is partly luck. How much, the *bootstrap* tells: draw 200 of
-# them again and again, some twice, some never, and look at how BLEU varies.
-# Of each sentence we have ten counts: four of hits (n = 1 to 4), four of
-# n-grams, then c and r. A row of `draws` names the sentences of one drawing.
+# **Is it better, or lucky?** (four lines; an hour, if you also compare two
+# models with it). A score of 200 sentences is partly luck. How much, the
+# *bootstrap* tells: draw 200 of them again and again, some twice, some never,
+# and look at how BLEU varies. Of each sentence we have ten counts: four of
+# hits (n = 1 to 4), four of n-grams, then c and r. A row of `draws` names the
+# sentences of one drawing.
 
 
 # %%
@@ -9903,7 +9951,7 @@ bleu_of_draws_in_loops.judged_by(
                 counts[draws].sum(1), largest=9.0
             )
         ),
-        "the four shares are added, not multiplied": (
+        "the four shares must be multiplied, not added": (
             lambda counts, draws: bleu_of_counts(counts[draws].sum(1), False)
         ),
     },
@@ -10080,9 +10128,10 @@ def your_own_sentence():
 
 
 # %% [markdown]
-# The second output has lost the verb and the ball. A model knows its corpus,
-# not the language: words it has never seen become `<unk>`, and an order of
-# words it has never met may go wrong in any way.
+# Here the second output has lost the verb and the ball; in your run it may be
+# wrong in another way. A model knows its corpus, not the language: words it
+# has never seen become `<unk>`, and an order of words it has never met may go
+# wrong in any way.
 
 
 # %% [markdown]
@@ -10565,8 +10614,8 @@ def beam_chart(translator, sentence, width=4):
         width=52 * max(step),
         height=36 * width,
         title="The beam, step by step",
-        description="A tree of beginnings: each column holds the best four "
-        "after so many words, with lines from each to its continuations.",
+        description=f"A tree of beginnings: each column holds the {width} "
+        "best after so many words, with lines from each to its continuations.",
     )
     return found, chart
 
@@ -11412,6 +11461,8 @@ class ScoredAttention(NarrowAttention):
 
 def scored(model, d_k, hidden):
     """Give all attentions a network of their own for their scores."""
+    if d_k is None:
+        raise InputError("additive scores need a d_k, like d_k=2")
     exchange(model, {NarrowAttention: ScoredAttention})
     for part in model.modules():
         if isinstance(part, ScoredAttention):
@@ -11563,7 +11614,8 @@ def smoothing_changes(measure, **how):
         base | {"smoothing": 0.1}, base | {"smoothing": 0.0},
         measure=measure, **how,
     )  # fmt: skip
-    words = f"smoothing changes the {measure} by {told(mean, half, **how)}"
+    name = "smoothed loss" if measure == "smoothed" else measure
+    words = f"smoothing changes the {name} by {told(mean, half, **how)}"
     return decided(mean, half), words
 
 
@@ -12338,9 +12390,10 @@ def attention_maps_sum_to_one():
 
 
 # %% [markdown]
-# A sentence with all that is difficult: the fronted adverb moves the
-# subject behind the verb, and the participle waits at the end. Here is the
-# cross-attention of the last layer, in all its heads.
+# A sentence with much that is difficult: the adverb in front (*heute*) moves
+# the subject (*der alte Lehrer*) behind the verb, and the participle
+# (*gegeben*) waits at the end. Here is the cross-attention in the last layer
+# of the model trained in *A real example*, in all its heads.
 
 # %%
 SENTENCE = "heute hat der alte Lehrer dem Kind einen Apfel gegeben ."
@@ -12361,15 +12414,15 @@ def cross_attention_of_a_sentence():
         "query (English word read → written)",
         f"Cross-attention, layer {layer}",
         "Heat maps of cross-attention, one for each head: in nearly every "
-        "row one bright cell, on the German word that is translated there.",
+        "row one bright cell, mostly on the German word translated there.",
         columns=2, cell=16,
     )  # fmt: skip
 
 
 # %% [markdown]
-# **What to notice.** In every head, nearly each row has one bright cell: the
-# German word that is being translated. It is not a diagonal: look where
-# `given` is written, and which word it looks at.
+# **What to notice.** In every head, nearly each row has one bright cell, and
+# mostly it is the German word that is being translated. It is not a diagonal:
+# look where `given` is written, and which word it looks at.
 #
 # ### The attention explorer
 #
@@ -12600,13 +12653,14 @@ def exploring_attention():
 
 
 # %% [markdown]
-# **What to notice.** In the last layer's cross-attention the bright cells sit
-# in the rings. Choose *encoder self-attention*: in layer 2 most words look at
-# themselves or no further than two places away; in layer 1 about half of them
-# look at `</s>`, which tells little. (Which head does what is chance: with
-# another seed it may be another head.) Choose *decoder self-attention*: it
-# sees only what is to its left, so its upper triangle is empty. (Where
-# scripts are off, you see one head.)
+# **What to notice.** In the last layer's cross-attention most of the bright
+# cells sit in rings (the row that writes `</s>` has none). Choose *encoder
+# self-attention*: in layer 2 most words look at themselves or no further than
+# two places away; in layer 1 about half of them look at `</s>`, which tells
+# little. (Which head does what is chance: with another seed it may be another
+# head.) Choose *decoder self-attention*: a word sees only itself and what is
+# to its left, so the upper triangle is empty. (Where scripts are off, you see
+# one head.)
 
 # %% [markdown]
 # ### Attention against the true alignment
@@ -12716,7 +12770,7 @@ def attention_against_the_alignment():
 # *hat* with *gestern* is the past, with *heute* the perfect: so the time
 # decides what *hat* means, wherever it stands. The two roles *itself* need no
 # head (the residual connection carries each word along), and are listed to
-# see how many heads do just that.
+# see whether a head does just that.
 
 # %% tags=["plumbing"]
 ARTICLES = {
@@ -12835,13 +12889,15 @@ def role_hits(weights, wanted):
 def role_scores(translator, pairs, roles=ROLES):
     """{(kind, role): share of right looks (N, H)}, and how often asked."""
     model, hits, asked = translator.model, Counter(), Counter()
+    device = next(model.parameters()).device
     for pair in pairs:
         src, tgt = translator.encode_pair(pair.de.split(), pair.en.split())
-        batch = Batch(torch.tensor([src]), torch.tensor([tgt]))
+        batch = Batch(torch.tensor([src]), torch.tensor([tgt])).to(device)
         with evaluating(model):
             model(batch.src, batch.read)
         for kind, of in roles.items():
-            maps = torch.cat([a.weights for a in attentions(model, kind)])
+            layers = attentions(model, kind)
+            maps = torch.cat([a.weights for a in layers]).cpu()
             for role, wanted in of(pair).items():
                 hits[kind, role] += role_hits(maps, wanted)
                 asked[kind, role] += len(wanted)
@@ -12885,7 +12941,7 @@ def untrained_toy(seed=1):
     return new_translator(vocabularies, ("de", "en"), TOY)
 
 
-@functools.cache
+@functools.lru_cache(None, typed=True)  # else True and 1 are one key
 def roles_of(trained, part, sentences):
     """`role_scores` of the toy translator on a part of its corpus.
 
@@ -12925,9 +12981,10 @@ def heads_and_their_roles():
 
 # %% [markdown]
 # **What to notice.** The clear roles are those that translation needs: the
-# word to be written, and the two halves of a torn verb, each with a head of
-# its own. In the encoder of this small model few heads do what a grammar book
-# would have them do. Those that do look from *hat* to the time, near or far.
+# word to be written, and the two halves of a torn verb, here each with a head
+# of its own. In the encoder of this small model few heads do what a grammar
+# book would have them do. Those that do look from *hat* to the time, near or
+# far.
 #
 # The paper's claims, by these scores. We say that a head *has* a role if it
 # looks right at least half of the time, and at least twice as often as the
@@ -12953,12 +13010,12 @@ def heads_learn_different_tasks(sentences=300, trained=True):
         has, place, score, _ = has_role(role, trained, sentences)
         if has:
             heads.setdefault((role[0], *place), []).append((role[1], score))
-    told = "; ".join(
+    told = ": " * bool(heads) + "; ".join(
         f"{kind}, layer {n + 1}, head {h + 1}: "
         + ", ".join(f"{role} ({score:.0%})" for role, score in roles)
         for (kind, n, h), roles in heads.items()
     )
-    return len(heads) >= 3, f"{len(heads)} heads have a role ({told})"
+    return len(heads) >= 3, f"{len(heads)} heads have a role{told}"
 
 
 # %% [markdown]
@@ -13001,7 +13058,7 @@ def heads_bridge_distance(sentences=300, role="verb: its rest", apart=3):
 # %% [markdown]
 # Figure 5: what many heads do has to do with how the sentence is built. We
 # count the encoder's heads that look right in one of the five roles of
-# grammar at least half of the time, and more often than any head of four
+# grammar more than half of the time, and more often than any head of four
 # untrained models. Many is half of them. (The paper shows two: `many=2`.)
 
 
@@ -13022,9 +13079,9 @@ def heads_follow_structure(sentences=300, many=4):
         for least in (0, 0.5)
     )  # fmt: skip
     return half >= many, (
-        f"of 8 heads {half} look at the right word half of the time, in one "
-        f"of {len(grammar)} roles of grammar; {above} do it more often than "
-        f"any of the 32 heads of four untrained models"
+        f"of 8 heads {half} look at the right word more than half of the "
+        f"time, in one of {len(grammar)} roles of grammar; {above} do it more "
+        f"often than any of the 32 heads of four untrained models"
     )
 
 
@@ -13102,13 +13159,10 @@ def the_heads_for_the_time(kind=KINDS[1], role="hat: time"):
         for i in score.flatten().argsort(descending=True).tolist()
     ]
     held = order[: max(1, int((score >= 0.5).sum()))]
-    pairs, groups = (
-        toy_corpus()["test"][:400],
-        {"hat and time": [], "rest": []},
-    )
+    pairs, groups = toy_corpus()["test"][:400], {role: [], "rest": []}
     for i, pair in enumerate(pairs):
         asked = encoder_roles(pair)[role]
-        groups["hat and time" if asked else "rest"].append(i)
+        groups[role if asked else "rest"].append(i)
     counts = (f"{name:>14} ({len(g)})" for name, g in groups.items())
     print(f"{'exactly right, without':26}", *counts)
     for name, removed in (
@@ -13119,7 +13173,7 @@ def the_heads_for_the_time(kind=KINDS[1], role="hat: time"):
     ):
         shares = exact_share(removed, pairs, groups).values()
         print(f"{name:26}", *(f"{share:20.0%}" for share in shares))
-    first, (translator, _) = pairs[groups["hat and time"][0]], toy_translator()
+    first, (translator, _) = pairs[groups[role][0]], toy_translator()
     with without_heads(translator.model, held):
         output = translator.translate_words([first.de.split()])
     print(f"without them: {first.de} =", *output[0])
@@ -13167,8 +13221,8 @@ def looked_at_in_loops(weights):
 
 # %% tags=["exercise"]
 def draw_maps():
-    scores = 3 * torch.randn(2, 2, 4, 4)
-    hidden = ~causal_mask(4)
+    scores = 3 * torch.randn(2, 2, 4, 5)  # fewer queries than keys
+    hidden = ~causal_mask(5)[1:]
     return (scores.masked_fill(hidden, -math.inf).softmax(-1),)
 
 
@@ -13208,7 +13262,7 @@ def looked_at(weights): ...
 
 
 # %% [markdown]
-# **Through all layers** (three lines). A head of the second layer looks at
+# **Through all layers** (four lines). A head of the second layer looks at
 # what the first layer has mixed already. *Attention rollout* (Abnar and
 # Zuidema, 2020) follows every path from a word at the top down to the words of
 # the sentence: at each layer half stays where it is, by the residual, and half
@@ -13297,13 +13351,13 @@ def rollout(weights): ...
 # scarce: text, which calls for more *regularization* (ways to keep a model
 # from learning its few examples by heart), and, on a laptop, time. Here is
 # what may help. All but the last are options of `train`. The presets of the
-# paper have all of them off; `laptop` has pre-norm, the falling rate and the
-# moving average on, and products in 16 bits where they pay. Some of them are
-# measured below, under *Multi30k, measured*.
+# paper have all of them off; `laptop` has pre-norm (with dropout 0.2), the
+# falling rate and the moving average on, and products in 16 bits where they
+# pay. Some of them are measured below, under *Multi30k, measured*.
 #
-# **Pre-norm**, and less dropout than tiny's 0.3. With the norm first,
-# gradients reach all layers from the start (Xiong et al., 2020; *Post-norm
-# against pre-norm* above).
+# **Pre-norm**, and less dropout than tiny's 0.3. With the norm first, all
+# layers get gradients of much the same size from the start (Xiong et al.,
+# 2020; *Post-norm against pre-norm, measured* above).
 #
 # **A rate that falls to zero.** Equation 3 falls slowly. If you know when you
 # will stop, let the rate fall linearly to 0 at that moment.
@@ -13363,7 +13417,10 @@ def one_word_in_many_spellings():
 # $$\tfrac12 (L_1 + L_2) + \tfrac{\alpha}{4} \sum
 # [D(p_1 \| p_2) + D(p_2 \| p_1)]$$
 #
-# The sum of the two divergences is Σ (p₁ − p₂)(log p₁ − log p₂).
+# L₁ and L₂ are the losses of the two passes, p₁ and p₂ the probabilities that
+# they give, α is the price of disagreement, and D(p ‖ q) the divergence:
+# Σ p log p − Σ p log q (Section 5.4). The sum of the two divergences is
+# Σ (p₁ − p₂)(log p₁ − log p₂).
 
 
 # %%
@@ -13433,9 +13490,10 @@ def disagreement_is_two_divergences():
 # %% [markdown]
 # **A moving average** does, as training goes on, what the average of
 # checkpoints does at its end. After each update every averaged weight moves
-# a small part of the way to the current one. At first it is a mean
-# over about the last ninth of the updates so far; from update 8,990 on, with
-# a decay of 0.999, over about the last thousand. Each validation uses it.
+# part of the way to the current one: most of it at first, ever less later, and
+# in the end 1 − `decay` of it. So at first it is a mean over about the last
+# ninth of the updates so far; from update 8,990 on, with a decay of 0.999,
+# over about the last thousand. Each validation uses it.
 
 
 # %%
@@ -13468,10 +13526,10 @@ class MovingAverage:
 
 
 # %% [markdown]
-# **Both directions** in one model. Each pair is used twice, German to
-# English and English to German. A tag at the head of the source says which
-# language is wanted: `<2en>` or `<2de>`. Encoder and decoder see twice as
-# many sentences, and one model serves both ways.
+# **Both directions** in one model. Each pair is used twice, German to English
+# and English to German. A tag at the head of the source says which language
+# is wanted (Johnson et al., 2017): `<2en>` or `<2de>`. Encoder and decoder
+# see twice as many sentences, and one model serves both ways.
 #
 # The size of the vocabulary and dropout on attention weights are options too.
 #
@@ -13481,14 +13539,18 @@ class MovingAverage:
 # translation makes a new pair, with one real side and one made by a model. A
 # new model, from random weights, learns from the real pairs and the new
 # ones. No text comes from outside, and the model that is used stays as small
-# as before; what is paid is the training of the first models. `diversify`
-# writes such a corpus, and `train` takes it as any other:
+# as before; what is paid is the training of the first models, and the time
+# that they take to translate. `diversify` writes such a corpus, and `train`
+# takes it as any other:
 #
 # `python annotated_transformer.py diversify --corpus multi30k --src en --tgt
 # de --model runs/en-de --model results/model-de-en --out runs/en-de-more`
 #
 # `python annotated_transformer.py train --corpus runs/en-de-more --src en
 # --tgt de --preset laptop --out runs/en-de-2`
+#
+# (The model in `runs/en-de` is the one that the command under *Multi30k,
+# measured* trains; `results/model-de-en` is the published one.)
 
 # %% [markdown]
 # ## A gallery of bugs
@@ -13505,9 +13567,9 @@ class MovingAverage:
 # to the last symbol when the model writes freely. Then we run the check that
 # ought to refuse the bug.
 #
-# The task is to copy 3 to 6 digits, the model the smallest that learns it in
-# 170 updates. (At the end the rate falls to 0, as in *Levers*, so that the
-# weights come to rest.)
+# The task is to copy 3 to 6 digits, the model a very small one, which learns
+# it in 170 updates. (At the end the rate falls to 0, as in *Levers*, so that
+# the weights come to rest.)
 
 
 # %%
@@ -13714,13 +13776,14 @@ def heads_cut_across_positions(self, x):
 # %% [markdown]
 # ### In the masks
 #
-# `tril(1)` in place of `tril()`, and each position sees the word that it is to
-# predict; or the mask for the future is missing altogether. A model that may
-# see the answer has two ways to lower the loss, and which it takes is not for
-# us to say. Copying is so easy that the honest way stays open; a language
-# model would cheat all the more. A padding mask that hides nothing does no
-# harm in these numbers, for copying looks at one place only. So look for such
-# bugs by changing what must not matter: a later word, the padding.
+# `tril(1)` in place of `tril()`, and each position sees the word that it is
+# to predict; or the mask for the future is missing altogether. A model that
+# may see the answer has two ways to lower the loss, and which it takes is
+# chance. Without the mask this one has still learned most of copying; from
+# three other seeds (1 to 3) it wrote next to nothing right. A padding mask
+# that hides nothing does no harm in these numbers, for copying looks at one
+# place only. So look for such bugs by changing what must not matter: a later
+# word, the padding.
 
 
 # %%
@@ -13860,7 +13923,7 @@ def layers_start_different():
 # first update: count the weights. Layers that are made by copying one layer
 # start alike, as those of torch's `nn.TransformerEncoder` do. (Those of its
 # `nn.Transformer` are drawn anew. Here there are two, with pre-norm, which
-# learn in so few updates too.)
+# learn in so few updates too, if they are drawn as they should be.)
 
 
 # %%
@@ -14149,10 +14212,10 @@ def ended_beams_go_on(model, src, width=4, alpha=0.6, extra=50, **_):
 
 # %% [markdown]
 # The last is wrong in no model at all: the smoothed loss is passed off as
-# perplexity. Other bugs of measuring need words, not digits: a vocabulary made
-# from the test set too, padding counted as words in BLEU, BLEU of what was
-# written with the true words in sight. They leave the model as it is and make
-# it look other than it is.
+# perplexity. Other bugs of measuring need words, not digits: a vocabulary
+# made from the test set too, padding counted as words in BLEU, BLEU of what
+# was written with the true words in sight. They make a model look other than
+# it is.
 
 
 # %%
@@ -14201,10 +14264,11 @@ def gallery_of_bugs():
 # and of about half of them perplexity too. In the last group no number tells
 # (but for the last line's perplexity, which is itself the bug). Such a bug
 # costs quality that nobody misses, or it waits for longer sentences, wider
-# heads, more padding, or weights from elsewhere. (Whether 290 of 300 are harm
-# or chance, one run can't say.) The checks catch them all without any
-# training: most are those of the chapters, and the rest were the reason to
-# write eight more.
+# heads, more padding, or weights from elsewhere. (Where a model was trained
+# anew, one run can't say whether 290 of 300 are harm or chance. And on another
+# machine a bug near a limit may change its group.) The checks catch them all
+# without training anything to its end (two of them make a few updates): most
+# are those of the chapters, and the rest were the reason to write eight more.
 #
 # **Ten things to test before you train** code of your own, and the check that
 # shows how:
@@ -14233,17 +14297,18 @@ def gallery_of_bugs():
 # %% [markdown]
 # ## Saved models
 #
-# From here on it is plumbing: files, checkpoints, the command line. Two
-# sections between are not: *Multi30k, measured*, and *The published model,
-# and its attention*. It is not needed to understand the model, but it is
-# needed to use one, and most of the grief with real data comes from here. The
-# rule is: wrong input gets an error that names the file and the line and says
-# what to do, and nothing is dropped without being counted.
+# From here on most of it is plumbing: files, checkpoints, the command line.
+# (Not so *Multi30k, measured*, *The published model, and its attention*, *The
+# ledger*, and what follows the command line.) Plumbing is not needed to
+# understand the model, but to use one, and most of the grief with real data
+# comes from here. The rule is: wrong input gets an error that names the file,
+# and the line if it has lines, and says what to do, and nothing is dropped
+# without being counted.
 #
 # A model is of use to others only together with its vocabulary. Its folder
 # holds all that translation needs: `model.json`, with the configuration,
 # the languages, and how it was trained; `pieces.model`, the word pieces (a
-# model of whole words lists them in `model.json`); and `weights.pt`, with
+# model of whole words has its words in `model.json`); and `weights.pt`, with
 # tensors only. Nothing in them can run code when loaded. Each is first
 # written under another name and then renamed, so that a run that is killed
 # leaves the old or the new one, but never half of one. (A kill between two
@@ -14352,7 +14417,9 @@ def load_description(folder):
         if "pieces" not in facts:
             len(facts["src_words"]), len(facts["tgt_words"])
     except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{path}: damaged ({error})") from None
+        raise InputError(
+            f"{path}: damaged ({error}); restore it, or train again"
+        ) from None
     return facts
 
 
@@ -14368,7 +14435,8 @@ def load_vocabularies(folder, facts):
         file = folder / "pieces.model"
         if not file.is_file() or sha256(file) != facts["pieces"]:
             raise InputError(
-                f"{file}: missing, or not the one that {path} was saved with"
+                f"{file}: missing, or not the one that {path} was saved with; "
+                "the two files must come from the same run"
             )
         both = [Pieces(file.read_bytes())] * 2
     else:
@@ -14377,7 +14445,8 @@ def load_vocabularies(folder, facts):
     if tuple(map(len, both)) != sizes:
         raise InputError(
             f"{path}: has {len(both[0])} and {len(both[1])} words, but the "
-            f"model was made for {sizes[0]} and {sizes[1]}"
+            f"model was made for {sizes[0]} and {sizes[1]}; restore it, or "
+            "train again"
         )
     return both
 
@@ -14433,6 +14502,8 @@ def tied_weights_stay_tied():
 # A corpus is a folder with two text files for each part, with one sentence on
 # each line: `train.de` and `train.en`, `val.de` and `val.en`, and so on,
 # plain or compressed (`train.de.gz`). The endings are the language codes.
+# Beside (a) the generated corpus, which needs no files, there are (b) Multi30k
+# and (c) your own.
 
 
 # %% tags=["plumbing"]
@@ -14810,12 +14881,12 @@ def bytes_of_a_pair():
 
 
 # %% [markdown]
-# The lists would fill the memory of most laptops. Even the packed tokens need
+# The lists would fill the memory of many laptops. Even the packed tokens need
 # not be in memory at all. A file can be *mapped*: the operating system then
 # lets us index it as if it were an array, fetches those parts that we touch,
-# and drops them again when memory gets short. So a corpus is encoded once,
-# in a stream, into a file; and training reads from the mapped file the
-# pairs of one batch at a time.
+# and drops them again when memory gets short. So a corpus is encoded once, in
+# a stream, into a file; and training reads from the mapped file the pairs of
+# one batch at a time.
 #
 # In a model of both directions each pair is there twice, but need not be
 # stored twice. Turned round, a source gets `<s>` in the place of its tag, and
@@ -14947,14 +15018,15 @@ def packed_pairs_are_the_pairs():
 
 
 # %% [markdown]
-# The file stays in the folder of the run, as `pairs.pt` (or in that of
-# `--cache`, where several runs can share it), together with the vocabulary.
-# When training starts the next time, it is there. But is it still right? It
-# notes what it was made from: the SHA-256 digests of the two files, the
-# languages, and what was asked of the vocabulary. If one of them is not the
-# same now, all is encoded anew; and a run that is to be *resumed* refuses
-# other texts. Sizes and dates would be quicker to compare than digests, but
-# they can deceive, and digests take only seconds for gigabytes.
+# The packed pairs are then copied into a file that stays: `pairs.pt` in the
+# folder of the run (or in that of `--cache`, where several runs can share it),
+# together with the vocabulary. When training starts the next time, it is
+# there. But is it still right? It notes what it was made from: the SHA-256
+# digests of the two files, the languages, and what was asked of the
+# vocabulary. If one of them is not the same now, all is encoded anew; and a
+# run that is to be *resumed* refuses other texts. Sizes and dates would be
+# quicker to compare than digests, but they can deceive, and digests take only
+# seconds for gigabytes.
 
 
 # %% tags=["plumbing"]
@@ -15213,7 +15285,8 @@ def saved_description(folder):
 # %% [markdown]
 # The log is a text file, `log.jsonl`: one JSON object a line, which pandas
 # reads by `pd.read_json(path, lines=True)`. It has the mean loss of every
-# twenty updates (of fewer after a resume), and what each validation gave.
+# twenty updates (at the end and after a resume it may be of fewer), and what
+# each validation gave.
 
 
 # %% tags=["plumbing"]
@@ -15461,7 +15534,7 @@ def validate_average(run, val, folder, log, options):
 #
 # It works without a GPU as well: two processes of one thread each, on a
 # laptop. Processes are numbered from 0; the number of one is its *rank*. Rank
-# 0 is the first: it alone writes files and speaks.
+# 0 is the first: it alone writes checkpoints and log, and says how it goes.
 
 # %% tags=["plumbing"]
 import torch.distributed as dist
@@ -15482,9 +15555,12 @@ def first():
 # %% [markdown]
 # **What is the same.** Of K processes, each draws the same batches in the
 # same order and takes every K-th sentence of each. A batch is sorted by
-# length, so the shares have nearly as much work. The update is then the same
+# length, so all shares are nearly equal work. The update is then the same
 # update, however many processes there are, up to rounding and to dropout, for
-# which each process draws random numbers of its own. If a batch has fewer
+# which each process draws random numbers of its own. (This is so at the same
+# `--max-tokens`. Where an update consists of several batches, as with base and
+# big, the default gives larger and fewer of them to more processes, 20,480 to
+# 32,768 places in all. So name it if runs are to agree.) If a batch has fewer
 # sentences than there are processes, some have nothing to do. But everyone
 # must take part in the sum, so they take one sentence without its labels,
 # whose gradient is zero.
@@ -15536,7 +15612,7 @@ def shares_add_up_to_the_whole():
     torch.testing.assert_close(added, whole)
     own_means = gradient(shares, [3 * part.count() for part in shares])
     assert (own_means - whole).norm() > 0.01 * whole.norm()
-    nobody = gradient([share(batch, 6, 7)], [1])  # six pairs too few
+    nobody = gradient([share(batch, 6, 7)], [1])  # two pairs too few
     assert nobody.eq(0).all()
 
 
@@ -15685,11 +15761,12 @@ class SharedGradient:
 
 
 # %% [markdown]
-# **What is sent.** The sum goes round in a ring. The gradient is cut into K
-# pieces. In K − 1 turns each process passes a piece on to its neighbour,
-# which adds its own; then each piece is complete somewhere, and in K − 1 more
-# turns the sums go round. So each process sends 2 (K − 1)/K times the size of
-# the gradient, never more than twice its size, however many there are.
+# **What is sent.** Usually the sum goes round in a ring. The gradient is cut
+# into K pieces. In K − 1 turns each process passes a piece on to its
+# neighbour, which adds its own; then each piece is complete somewhere, and in
+# K − 1 more turns the sums go round. So each process sends 2 (K − 1)/K times
+# the size of the gradient, never more than twice its size, however many there
+# are.
 #
 # That gives the cost on paper. An update takes about 6 floating-point
 # operations for each weight and token (2 forward, 4 backward). The time to
@@ -15745,13 +15822,14 @@ def cost_of_adding_up():
 
 # %% [markdown]
 # **What to notice.** More processes share the computing, but each sends as
-# much as before. On eight GPUs in one machine adding up costs little. On 64
-# in eight machines the paper's batch of 25,000 tokens leaves so little to
-# compute for each that they mostly wait for the network. Large clusters
-# therefore use larger batches (the rows with 1,600,000 tokens; the learning
-# rate must then be found anew), send gradients in 16 bits, or add them up
-# within each machine first. A part of the time is hidden, since the last
-# layers' gradients travel while the first layers' are still being computed.
+# much as before. On eight GPUs in one machine adding up takes about a third as
+# long as computing. On 64 in eight machines the paper's batch of 25,000 tokens
+# leaves so little to compute for each that they mostly wait for the network.
+# Large clusters therefore use larger batches (the rows with 1,600,000 tokens;
+# the learning rate must then be found anew), send gradients in 16 bits, or add
+# them up within each machine first. A part of the time is hidden, since the
+# last layers' gradients travel while the first layers' are still being
+# computed.
 #
 # The rest of this section is plumbing: to meet, to agree, to end together.
 # Some decisions are made once, by the first process, and told to the others:
@@ -15893,10 +15971,10 @@ def join_processes():
 # **When one of them dies**, the others cannot go on. `torchrun` stops them
 # all and, with `--max-restarts=3`, starts them anew, up to three times. Then
 # training goes on from the last checkpoint without being told to. The
-# checkpoint holds the random state of every process, so that the end is the
-# same, bit for bit, as if nothing had happened. (With another number of
-# processes a run can be resumed too. Its batches stay the same, dropout does
-# not.)
+# checkpoint holds the random state of every process, so that on processors the
+# end is the same, bit for bit, as if nothing had happened. (With another
+# number of processes a run can be resumed too, at the same `--max-tokens`. Its
+# batches stay the same, dropout does not.)
 
 
 # %% tags=["plumbing"]
@@ -15937,8 +16015,8 @@ def speaks_for_all(store):
 # The weights were chosen on the validation set, and so was the power of the
 # length penalty, `--alpha 1.5` (of 0.6, 1, 1.5 and 2, in earlier runs of
 # English-German and English-French; with the paper's 0.6 the German was 6 %
-# shorter than the references). Each model translated the test set,
-# `test_2016_flickr`, once, with a beam of four.
+# shorter than the references). For the table below each model translated the
+# test set, `test_2016_flickr`, once, with a beam of four.
 #
 # BLEU ignores case and cuts words by sacreBLEU's rules 13a; *cased* minds the
 # case; chrF counts runs of letters instead of words. Minutes are those of the
@@ -16020,15 +16098,16 @@ def speaks_for_all(store):
 # every epoch new, which takes time to repay. R-Drop gives less for twice the
 # minutes. Nor did it help later: 16,000 updates with `--r-drop 5 --factor
 # 0.7`, started `--from` the English-German run above, ended at 38.1 on
-# validation (greedily; 38.2 before, loss 1.638 against 1.630; 115 minutes on
-# one busy core, seed 0, commit dd5ffd7). Attention dropout, other sizes of the
-# vocabulary and both directions jointly are there, and tested, but not
-# measured yet.
+# validation (greedily, by the moving average, which had 38.2 before; loss
+# 1.638 against 1.630; 115 minutes on one busy core, seed 0, commit dd5ffd7).
+# Attention dropout, other sizes of the vocabulary and both directions jointly
+# are there, and tested, but not measured yet.
 #
 # **Data diversification**, at full length. The same preset, seed and number
 # of updates, but on 87,000 pairs: the real ones, those that an English-German
 # model made of them (commit `8431fbd`, 12,000 updates), and those of the
-# published German-English model. BLEU on validation:
+# published German-English model. BLEU on validation, of the moving average; in
+# the last row, of the weights that validation chose:
 #
 # <!-- diversified: tools/results.py -->
 #
@@ -16046,17 +16125,18 @@ def speaks_for_all(store):
 # It learns sooner, and ends higher if it writes greedily. With a beam nothing
 # is left of that. Our guess, not tried: what models write is more alike than
 # what people write, so who learns from it doubts less, and a search finds
-# less to mend. (The loss on the real sentences is worse: 1.73 against 1.63.)
-# So here it buys translations that are cheaper to write, not better ones
-# (seed 0 alone, commit 137fdc8; `results/diversified.json`).
+# less to mend. (The loss on the real sentences is worse: 1.73 against 1.62.)
+# So here it buys translations that are cheaper to write, not better ones (seed
+# 0 alone, commit 137fdc8; `results/diversified.json`).
 
 # %% [markdown]
 # ### The published model, and its attention
 #
-# Beside this book lies the German-English model of that table, in 16 bits:
-# the folder `results/model-de-en`. If you have it, you can translate at
-# once, and look at attention on real text. If you have this file alone, the
-# next cells say so and go on.
+# Beside this book lies the German-English model of the table of scores above,
+# stored in 16 bits (which makes its 40.87 on the test set 40.84): the folder
+# `results/model-de-en`. If you have it, you can translate at once, and look at
+# attention on real text. If you have this file alone, the next cells say so
+# and go on.
 
 
 # %%
@@ -16136,10 +16216,10 @@ def attention_on_captions():
 #
 # A product of matrices spends its time on multiplying and on fetching the
 # weights. Integers of 8 bits are a quarter of the size of a `float32`, and
-# many processors multiply several of them at once. So, in use, each row of x
-# and each row of W is written as integers from −127 to 127 times one factor
-# of its own, its largest magnitude divided by 127. The sums of the products
-# are exact, in 32 bits. At the end each is multiplied by its two factors:
+# many processors multiply more of them at once. So, in use, each row of x and
+# each row of W is written as integers from −127 to 127 times one factor of its
+# own, its largest magnitude divided by 127. The sums of the products are
+# exact, in 32 bits. At the end each is multiplied by its two factors:
 #
 # $$(xW^\top)_{ro} \approx f_r\, g_o \sum_i a_{ri}\, b_{oi}, \qquad
 # a_{ri} = \mathrm{round}(x_{ri} / f_r), \quad
@@ -16150,9 +16230,9 @@ def attention_on_captions():
 # factors of x are found anew for each x, so no sample of data is needed
 # beforehand. And because each row has its own, the other sentences of a
 # batch do not matter. Everything else stays in 32 bits: attention's own
-# products, norms, softmax, sums, and the rows that an embedding looks up.
-# Only used backwards, for the logits, is the embedding multiplied by; that is
-# the largest product of all when V is large.
+# products, norms, softmax, sums, and the rows that an embedding looks up. In 8
+# bits are the linear maps, and the product of the states with the target's
+# embedding that gives the logits; it is the largest of all when V is large.
 
 
 # %%
@@ -16187,7 +16267,7 @@ class Int8Product:
 
 
 # %% [markdown]
-# As with products in 16 bits, the model stays as it is: its linear maps and
+# As with products in 16 bits, the model keeps its weights: its linear maps and
 # its target embedding change their class, which a `Writer` notices. From then
 # on it is for use only. The integers are made once, so later changes of the
 # weights have no effect.
@@ -16464,8 +16544,8 @@ QUANTIZATIONS = (
 # typed in: each line comes from the cell that examined the claim. Not all are
 # findings. Where the paper says how it is built (what is added, shared,
 # dropped), *verified* means that our code does so and works; where it
-# compares its own numbers, that they add up. The two of Section 5.3 on
-# warm-up are Xiong et al.'s.
+# compares its own numbers, that they add up. The two of Section 5.3 that name
+# Xiong et al. are theirs.
 
 # %% tags=["plumbing"]
 VERDICTS = (
@@ -16529,11 +16609,12 @@ def the_ledger():
 # `claims` on the command line examines them without the notebook. With
 # `--full` those that need longer take their long form; `--out` keeps what was
 # found, claim by claim, so that a run that is stopped has lost one claim at
-# most, and goes on with `--resume`. Each is also examined under its `unless`,
-# to see that the verdict can change. The long forms have more seeds or
-# updates. Where one differs from the short form above, trust the long one:
-# three seeds often decide nothing. They found (`make claims`, seed 0, each on
-# one core of an AMD EPYC):
+# most, and goes on with `--resume`. Each that can be checked here is also
+# examined under its `unless`, to see that the verdict can change. The long
+# forms have more seeds or updates. Where one differs from the short form
+# above, trust the long one: three seeds often decide nothing. They found
+# (`make claims`; seed 0 where no other is named; each on one core of an AMD
+# EPYC):
 #
 # <!-- long claims: tools/results.py -->
 #
@@ -16556,7 +16637,7 @@ def the_ledger():
 #   are longer than those of training. *Not reproduced*: Trained on 3 to 10
 #   digits, exactly right at (10, 11, 12) digits: sinusoidal 100%, 85%, 12%;
 #   learned 100%, 0%, 0% (600 updates, 5 seeds).
-# * Section 4: The shorter the path, the easier is it to learn how distant
+# * Section 4: The shorter the path, the easier it is to learn how distant
 #   positions depend on each other. *Verified at toy scale*: First digit of 3
 #   and of 48 named right: self-attention 100% and 100%, RNN 100% and 11%, GRU
 #   100% and 28% (400 updates, 5 seeds).
@@ -16758,8 +16839,8 @@ def run_copy(args):
 
 
 # %% [markdown]
-# `train` checks all that can be wrong before it computes anything: a folder
-# that holds another model, nothing to resume, a corpus that does not fit.
+# `train` checks what can be wrong before its first update: a folder that holds
+# another model, nothing to resume, a corpus that does not fit.
 
 
 # %% tags=["plumbing"]
@@ -17093,8 +17174,9 @@ def run_translate(args):
 
 # %% [markdown]
 # `evaluate` translates a part of a corpus and compares. It prints five
-# sentences side by side first, for a score without a look at the text has
-# misled many. Perplexity and loss are without label smoothing.
+# sentences first, each with its reference and its translation, for a score
+# without a look at the text has misled many. Perplexity and loss are without
+# label smoothing.
 
 
 # %% tags=["plumbing"]
@@ -17353,8 +17435,8 @@ def run_curves(args):
 
 
 # %% [markdown]
-# `export` writes a model for another program. What the package is missing
-# for, and what stands in the way, is said before anything is written.
+# `export` writes a model for another program. If the package is missing, or a
+# folder stands in the way, it says so before anything is written.
 
 
 # %% tags=["plumbing"]
@@ -17566,7 +17648,8 @@ def run_command(argv):
 
 # %% [markdown]
 # And last, the function that ties the commands to exit statuses: 0 if all is
-# well, 2 for wrong input, 130 for Ctrl-C, and 1 if another process is gone.
+# well, 2 for wrong input or a disk that fails, 130 for Ctrl-C, and 1 if
+# another process, or the reader of a pipe, is gone.
 
 
 # %% tags=["plumbing"]
@@ -17607,8 +17690,10 @@ def main(argv):
 #
 # The paper's symbols and ours, and where in the code they live: `f(x)` is the
 # variable x of the function f. Matrices are as in the paper, where a row x
-# becomes x W; `nn.Linear` keeps them transposed. A number has the shape ().
-# K, V, W, F, b and ε have more than one meaning, which the place tells apart.
+# becomes x W; `nn.Linear` keeps them transposed. The letters of the shapes are
+# those of *Start here*; a number has the shape (). In Table 1, n is the number
+# of words, d the width, and k that of a convolution. K, V, W, F, b, n and ε
+# have more than one meaning, which the place tells apart.
 #
 # | symbol | meaning | shape | in the code | where |
 # |---|---|---|---|---|
@@ -17751,13 +17836,15 @@ def main(argv):
 #
 # | what | the paper | here |
 # |---|---|---|
+# | corpus | WMT 2014, 4.5 and 36 million pairs | generated; Multi30k, 29,000 |
 # | vocabulary | 37,000 shared pieces of words | 5,000 for 29,000 pairs |
 # | toy's vocabulary | shared | whole words, a list for each language |
 # | source's end | not said | `</s>` ends the source too |
 # | first weights | not said | Glorot's; embeddings with variance 1/D |
 # | smoothing | not said over what | spread over all V words |
 # | sizes | base and big | these, and smaller ones for a laptop |
-# | schedule | factor 1 | 2.5 for tiny, ½ for toy; linear for laptop |
+# | schedule | factor 1 | ½ to 2.53 for small models; linear for some |
+# | updates | 100,000 and 300,000 | the same; fewer for small models |
 # | warm-up | 4,000 updates | 60 to 2,000 for small models |
 # | norm | after the sum | the same; before, for laptop |
 # | norm's ε | not said | 10⁻⁵, torch's |
@@ -17768,7 +17855,7 @@ def main(argv):
 # | its power α | 0.6 | 0.6; 1.5 in *Multi30k, measured*, by validation |
 # | greatest length | source + 50 | the same; the source's `</s>` counts |
 # | masked scores | −∞ | the lowest finite number |
-# | batch | 25,000 tokens a side | 24,576 places, padding included |
+# | batch | 25,000 tokens a side | 24,576 places with padding, one process |
 # | final weights | mean of the last ones | that, or a better one |
 # | 6.2, 6.3 | other sizes; parsing | on toys |
 #
@@ -17805,6 +17892,8 @@ def main(argv):
 # * Geva et al. (2021), *Transformer Feed-Forward Layers Are Key-Value
 #   Memories*
 # * Holtzman et al. (2020), *The Curious Case of Neural Text Degeneration*
+# * Johnson et al. (2017), *Google's Multilingual Neural Machine Translation
+#   System: Enabling Zero-Shot Translation*
 # * Kingma and Ba (2015), *Adam: A Method for Stochastic Optimization*
 # * Koehn (2004), *Statistical Significance Tests for Machine Translation
 #   Evaluation*
@@ -17822,8 +17911,12 @@ def main(argv):
 # * Sennrich et al. (2016), *Neural Machine Translation of Rare Words with
 #   Subword Units*
 # * Shazeer (2019), *Fast Transformer Decoding: One Write-Head is All You Need*
+# * Srivastava et al. (2014), *Dropout: A Simple Way to Prevent Neural Networks
+#   from Overfitting*
 # * Su et al. (2021), *RoFormer: Enhanced Transformer with Rotary Position
 #   Embedding*
+# * Szegedy et al. (2016), *Rethinking the Inception Architecture for Computer
+#   Vision*
 # * Vaswani et al. (2017), *Attention Is All You Need*: the paper
 # * Wu et al. (2016), *Google's Neural Machine Translation System: Bridging the
 #   Gap between Human and Machine Translation*

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 
@@ -122,7 +123,10 @@ def test_a_right_answer_is_right():
     assert book.difference(True, 1) and book.difference([1], [1, 2])
 
 
-@pytest.mark.parametrize("answer", [3, 3.0, torch.tensor(3)])
+@pytest.mark.parametrize(
+    "answer",
+    [3, 3.0, torch.tensor(3), numpy.int64(3), numpy.float64(3)],
+)
 @pytest.mark.parametrize("truth", [3, 3.0])
 def test_a_number_may_be_a_tensor_and_an_integer_a_float(answer, truth):
     assert book.difference(answer, truth) == ""

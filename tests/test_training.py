@@ -324,6 +324,8 @@ def test_perplexity_knows_neither_smoothing_nor_padding():
         (dict(r_drop=-1.0), "r_drop must be a number from 0 on"),
         (dict(r_drop=math.nan), "r_drop must be a number from 0 on"),
         (dict(factor=0.0), "factor must be a number above 0"),
+        (dict(clip=0.0), "clip must be a number above 0"),
+        (dict(clip=-1.0), "clip must be a number above 0"),
         (dict(factor=math.nan), "factor must be a number above 0"),
         (dict(decay="fast"), 'decay must be "root" or "linear"'),
     ],
