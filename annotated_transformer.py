@@ -1252,7 +1252,8 @@ def separable_is_of_one_order(sizes=(17, 65, 257), k=None):
 # %% [markdown]
 # Why do paths matter? Because what is far away is harder to learn, says the
 # paper. A toy: read n random digits, and name the first, with one layer of
-# some kind.
+# some kind: attention, the simplest recurrent layer (*RNN*), or one with
+# gates, simpler than an LSTM (*GRU*).
 
 
 # %% tags=["claim"]
@@ -1525,7 +1526,7 @@ def layer_norm_equals_torch():
 # models normalize the *input* of the sub-layer and leave the sum alone:
 # **pre-norm**, `x + Sublayer(LayerNorm(x))`. Then nothing normalizes the
 # output of the last layer, so a pre-norm stack needs one final norm; a
-# post-norm stack has none. Here the paper's order is the default, and
+# post-norm stack needs none. Here the paper's order is the default, and
 # `norm_first=True` selects the other. Because pre-norm works on the *input*
 # of the sub-layer, `Residual` below is handed the sub-layer as a function,
 # not its result.
@@ -1624,7 +1625,7 @@ class EncoderLayer(nn.Module):
 
 # %% [markdown]
 # A decoder layer puts a third sub-layer between them: cross-attention,
-# whose queries come from the decoder and whose keys and values are the
+# whose queries come from the decoder and whose keys and values come from the
 # encoder's memory. Its self-attention has a mask that hides the future.
 
 
@@ -1651,7 +1652,8 @@ class DecoderLayer(nn.Module):
 # %% [markdown]
 # A stack is N such layers, one after the other. `context` is what a layer
 # needs beside x: the mask in the encoder; the memory and two masks in the
-# decoder. Each is built anew, so each starts from its own random weights.
+# decoder. Each layer is built anew, so each starts from its own random
+# weights.
 
 
 # %%
@@ -1702,7 +1704,7 @@ def layers_made_by_copying():
 # LayerNorm gives; wanted are those by each number of x. The cell nudges one
 # number after the other, which takes two passes for each. Find the formula,
 # without autograd. Mind that each x works in three ways: by itself, through μ
-# and through σ².
+# and through σ². (ε stays under the root, and is noticed if it is missing.)
 
 
 # %%
@@ -1804,7 +1806,9 @@ def layer_norm_gradient(x, grad): ...
 # (1, 0), so d_k = 2. The products are 1, 0, 1; divided by √2 they are
 # 0.707, 0, 0.707; e to that is 2.028, 1, 2.028; as shares of their sum
 # 5.056 that is 0.401, 0.198, 0.401. With the values 10, 20 and 30 the
-# answer is 4.01 + 3.96 + 12.03 = 20: the first and third count double.
+# answer is 4.01 + 3.96 + 12.03 = 20: the first and third count about double.
+# These shares are the *attention weights*. They are not learned, as the
+# model's weights are, but computed anew from each input.
 #
 # The code is the formula. A mask, where given, replaces each forbidden
 # score by the lowest number there is, before the softmax, so that its
@@ -1878,8 +1882,8 @@ def attention_rows_sum_to_one():
 # q and k are independent with mean 0 and variance 1, then q·k, a sum of d_k
 # products, has mean 0 and variance d_k. Large scores push the softmax to
 # where one weight is nearly 1 and the gradient nearly 0. It is easily
-# tried. For each d_k we draw random queries and 16 keys, and note the
-# variance of the products and the largest weight, undivided and divided.
+# tried. For each d_k we draw random queries and 16 keys for each, and note
+# the variance of the products and, undivided and divided, the largest weight.
 
 
 # %%
