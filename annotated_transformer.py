@@ -41,7 +41,7 @@
 # means beyond the paper, files, long runs, several processes, results, and
 # the command line.
 #
-# Cells of code are short, and a sentence before each says what it is for.
+# Most cells of code are short, and a sentence before each says what it is for.
 # *Differs from the paper* marks where we depart from it, *Fills a gap in the
 # paper* what it does not say, and *Beyond the paper* what we add. The sizes of
 # the small models are ours too; all else is the paper's own default.
@@ -715,7 +715,7 @@ def cost_of_a_layer(d=512, k=3):
 # %%
 @exercise
 def multiplications_in_loops(n, d):
-    """Those of (self-attention, a recurrent layer), for n words."""
+    """Multiplications of (self-attention, a recurrent layer), for n words."""
     attentive = recurrent = 0
     for _word in range(n):
         for _row, _column in itertools.product(range(d), repeat=2):
@@ -16033,7 +16033,7 @@ def speaks_for_all(store):
 # | de-en | **40.9** | 41.0 | 40.6 | 59.9 | 5k | 16k | 0 | 1 | 53 |
 # | en-de | **38.7** | 39.9 | 38.3 | 62.7 | 5k | 20k | 0 | 2 | 46 |
 # | en-fr | **59.3** | 57.3 | 59.2 | 75.0 | 5k | 20k | 0 | 1 | 111 |
-# 
+#
 # Commits, line by line: `1f6edf1`, `1f6edf1`, `0d9dad0`.
 #
 # <!-- end of multi30k -->

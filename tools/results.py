@@ -434,7 +434,7 @@ TABLES = {
 def with_tables(text, prefix):
     """Return a file's text with the lines between its markers made anew."""
     for name, table in TABLES.items():
-        lines = "\n".join(prefix + line for line in table())
+        lines = "\n".join((prefix + line).rstrip() for line in table())
         start, end = (
             f"{prefix}<!-- {name}: tools/results.py -->",
             f"{prefix}<!-- end of {name} -->",
