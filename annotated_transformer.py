@@ -1540,6 +1540,13 @@ def layer_norm_equals_torch():
 # sets each number to 0 with probability p and divides the others by 1 − p,
 # so that nothing may rely on a single number; in use it does nothing. *Making
 # it fast*, below, has a quicker form of it.
+#
+# In PyTorch a part of a network is an object of a class made from
+# `nn.Module`. What it computes stands in `forward`, which runs when the object
+# is called: `drop(x)` runs `drop.forward(x)`. It knows the weights of the
+# parts that are assigned to it, and `self.training` says whether it is being
+# trained. A part that torch has ready is `nn.Linear(a, b)`: it makes of each
+# row of a numbers one of b numbers, by a matrix and a bias that are learned.
 
 
 # %%
@@ -3557,15 +3564,16 @@ def embedding_gradient(tokens, grad, vocab): ...
 # 0.540, 0.010, 1.000).
 #
 # **Asked often:** why add the positions and not concatenate them, and why
-# 10000? Concatenated, word e and position p would meet a matrix next, and
-# [e; p]W = eW′ + pW″ is a sum too. Adding keeps the width at D, and the model
-# can set dimensions aside for the position if it wants to. The 10,000 is a
-# compromise, for which the paper gives no reason. Too small, and no clock is
-# slow enough to tell early from late: no linear map can read the position off
-# (below, by how many places the best one errs). Too large, and most clocks
-# hardly move: two places more than 10 apart may look alike (below, the least
-# distance of such a pair). Four clocks show it best. With more of them, a
-# wide range of bases will do; try `d_model=64`.
+# 10000? Concatenated, word e and position p would meet a matrix next, and [e;
+# p]W = eW′ + pW″ is a sum too (W′ and W″ are the upper and the lower part of
+# W). Adding keeps the width at D, and the model can set dimensions aside for
+# the position if it wants to. The 10,000 is a compromise, for which the paper
+# gives no reason. Too small, and no clock is slow enough to tell early from
+# late: no linear map can read the position off (below, by how many places the
+# best one errs). Too large, and most clocks hardly move: two places more than
+# 10 apart may look alike (below, the least distance of such a pair). Four
+# clocks show it best. With more of them, a wide range of bases will do; try
+# `d_model=64`.
 
 
 # %% tags=["question"]
@@ -5424,11 +5432,11 @@ def table_2_counts_operations(busy=1.0):
 # paper's, Adam (Kingma and Ba, 2015), keeps two running means for each
 # weight: of its gradient, and of the gradient's square. At each update a mean
 # keeps the share β of its old value and takes 1 − β of the new one, so it is
-# over some 1/(1 − β) updates: 10 for the gradient, with the paper's β₁ = 0.9,
-# and 50 for the square, with β₂ = 0.98. The step goes against the first mean,
-# divided by the root of the second (with ε = 10⁻⁹ added to the root), so
-# every weight moves at about the same pace. The learning rate, by which each
-# step is multiplied, rises, then falls (Equation 3):
+# a mean over some 1/(1 − β) updates: 10 for the gradient, with the paper's β₁
+# = 0.9, and 50 for the square, with β₂ = 0.98. The step goes against the
+# first mean, divided by the root of the second (with ε = 10⁻⁹ added to the
+# root), so every weight moves at about the same pace. The learning rate, by
+# which each step is multiplied, rises, then falls (Equation 3):
 #
 # $$lrate = d_{model}^{-0.5} \cdot \min(n^{-0.5},\; n \cdot w^{-1.5})$$
 #
@@ -16644,17 +16652,17 @@ def the_ledger():
 #   and of 48 named right: self-attention 100% and 100%, RNN 100% and 11%, GRU
 #   100% and 28% (400 updates, 5 seeds).
 # * Section 4: single heads learn different tasks. *Verified at toy scale*: 4
-#   heads have a role (cross-attention, layer 2, head 1: written (87%); cross-
+#   heads have a role: cross-attention, layer 2, head 1: written (87%); cross-
 #   attention, layer 2, head 4: torn verb: first (82%); cross-attention, layer
 #   2, head 3: torn verb: last (80%); encoder self-attention, layer 2, head 4:
-#   hat: time (72%)).
+#   hat: time (72%).
 # * Section 4: Figure 3: heads look from a verb at the distant word completing
 #   it. *Not reproduced*: Asked 159 times for verb: its rest, at least 3 words
 #   away, the best encoder head looks right 8% of the time, untrained 20%.
 # * Section 4: Figure 5: what many heads do is related to the sentence's
-#   structure. *Not reproduced*: Of 8 heads 3 look at the right word half of
-#   the time, in one of 5 roles of grammar; 5 do it more often than any of the
-#   32 heads of four untrained models.
+#   structure. *Not reproduced*: Of 8 heads 3 look at the right word more than
+#   half of the time, in one of 5 roles of grammar; 6 do it more often than
+#   any of the 32 heads of four untrained models.
 # * Section 4: n is most often smaller than d, for sentences in word pieces.
 #   *Verified at toy scale*: 58,000 sentences (data/multi30k), 1 in a row:
 #   100.0% and 100.0% have fewer than (128, 512) pieces, the longest 51.
@@ -17845,7 +17853,7 @@ def main(argv):
 # | first weights | not said | Glorot's; embeddings with variance 1/D |
 # | smoothing | not said over what | spread over all V words |
 # | sizes | base and big | these, and smaller ones for a laptop |
-# | schedule | factor 1 | ½ to 2.53 for small models; linear for some |
+# | schedule | factor 1 | 0.35 to 2.53 for small models; linear for some |
 # | updates | 100,000 and 300,000 | the same; fewer for small models |
 # | warm-up | 4,000 updates | 60 to 2,000 for small models |
 # | norm | after the sum | the same; before, for laptop |
@@ -17857,7 +17865,7 @@ def main(argv):
 # | its power α | 0.6 | 0.6; 1.5 in *Multi30k, measured*, by validation |
 # | greatest length | source + 50 | the same; the source's `</s>` counts |
 # | masked scores | −∞ | the lowest finite number |
-# | batch | 25,000 tokens a side | 24,576 places with padding, one process |
+# | batch | 25,000 tokens a side | 24,576 places with padding; or fewer |
 # | final weights | mean of the last ones | that, or a better one |
 # | 6.2, 6.3 | other sizes; parsing | on toys |
 #
