@@ -2182,11 +2182,12 @@ def lookup_losses(d_k, seeds, updates, new_words=False):
 
 # %% [markdown]
 # "Equally well" shall mean that the losses differ by less than 0.1, "better"
-# that they differ by more. (At d_k = 4 additive attention falls behind. The
-# second claim is a matter of time: trained longer, it fails, for the gap
-# closes. With `new_words`, drawn afresh each time, it fails too: words that
-# can't be known by heart must be compared, which additive attention learns far
-# more slowly than dot products do.)
+# that they differ by more. (For small d_k both are learned to the end, where
+# little can differ. At d_k = 4 additive attention falls behind. The second
+# claim is a matter of time: trained longer, it fails, for the gap closes.
+# With `new_words`, drawn afresh each time, it fails too: words that can't be
+# known by heart must be compared, which additive attention learns far more
+# slowly than dot products do.)
 
 
 # %% tags=["claim"]
@@ -12263,8 +12264,9 @@ for _name, _text in (
 # But what the text concludes from Table 4 can be compared with the table: F1
 # on Section 23 of the Wall Street Journal, by what a parser learned from. The
 # model of Vinyals and Kaiser is a recurrent one that writes trees as a
-# sequence, Petrov's is the BerkeleyParser, and Dyer's the recurrent neural
-# network grammar.
+# sequence (Vinyals et al., 2015), Petrov's is the BerkeleyParser (Petrov et
+# al., 2006), and Dyer's the recurrent neural network grammar (Dyer et al.,
+# 2016).
 
 
 # %% tags=["claim"]
@@ -17894,6 +17896,7 @@ def main(argv):
 #   Align and Translate*
 # * Dao et al. (2022), *FlashAttention: Fast and Memory-Efficient Exact
 #   Attention with IO-Awareness*
+# * Dyer et al. (2016), *Recurrent Neural Network Grammars*
 # * Eikema and Aziz (2020), *Is MAP Decoding All You Need?*
 # * Elliott et al. (2016), *Multi30K: Multilingual English-German Image
 #   Descriptions*
@@ -17916,6 +17919,8 @@ def main(argv):
 #   Machine Translation*
 # * Papineni et al. (2002), *BLEU: a Method for Automatic Evaluation of Machine
 #   Translation*
+# * Petrov et al. (2006), *Learning Accurate, Compact, and Interpretable Tree
+#   Annotation*
 # * Provilkov et al. (2020), *BPE-Dropout: Simple and Effective Subword
 #   Regularization*
 # * Sennrich et al. (2016), *Neural Machine Translation of Rare Words with
@@ -17928,6 +17933,7 @@ def main(argv):
 # * Szegedy et al. (2016), *Rethinking the Inception Architecture for Computer
 #   Vision*
 # * Vaswani et al. (2017), *Attention Is All You Need*: the paper
+# * Vinyals et al. (2015), *Grammar as a Foreign Language*
 # * Wu et al. (2016), *Google's Neural Machine Translation System: Bridging the
 #   Gap between Human and Machine Translation*
 # * Wu et al. (2021), *Good for Misconceived Reasons: An Empirical Revisiting
