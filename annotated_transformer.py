@@ -15424,9 +15424,11 @@ def train_translator(run, train, val, recipe, folder, options):
     if options["resume"]:
         before = run.load(folder)
         say(f"resuming after update {run.step:,}")
+        if run.step >= recipe.steps:
+            say(f"note: no updates are left, --steps is {recipe.steps:,}")
         if before != number:
-            say(f"note: the run had {before} processes, now {number}: the "
-                "same batches, other random numbers for dropout")  # fmt: skip
+            say(f"note: processes then {before}, now {number}: the same "
+                "batches, other random numbers for dropout")  # fmt: skip
     else:
         if rank:  # the first goes on from where the model was made
             torch.manual_seed(own_seed(recipe.seed, rank))

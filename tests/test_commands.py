@@ -279,8 +279,12 @@ def test_laptop_halves_products_where_it_pays_and_keeps_to_it(
     assert not same(weights(out), weights(other))
 
 
-def test_resuming_a_run_that_is_done_changes_no_weight(own, corpus, half):
-    trained(corpus, own, 3, "--resume")
+def test_resuming_a_run_that_is_done_changes_no_weight(
+    capsys, own, corpus, half
+):
+    arguments = training_command(corpus, own, 3, "--resume")
+    status, _, errors = run(capsys, *arguments)
+    assert status == 0 and "no updates are left, --steps is 3" in errors
     assert same(checkpoint(own), checkpoint(half))
     assert same(weights(own), weights(half))
 

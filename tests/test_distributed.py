@@ -191,7 +191,7 @@ def test_another_number_of_processes_goes_on_with_a_note(
     status, _, errors = run(capsys, *command)
     assert status == 0
     assert f"resuming after update {STEPS}" in errors
-    assert "note: the run had 2 processes, now 1" in errors
+    assert "note: processes then 2, now 1" in errors
     after = checkpoint(out)
     assert after["step"] == STEPS + 2 and len(after["random"]) == 1
     assert not same(weights(out), weights(whole))
