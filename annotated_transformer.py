@@ -1542,11 +1542,12 @@ def layer_norm_equals_torch():
 # it fast*, below, has a quicker form of it.
 #
 # In PyTorch a part of a network is an object of a class made from
-# `nn.Module`. What it computes stands in `forward`, which runs when the object
-# is called: `drop(x)` runs `drop.forward(x)`. It knows the weights of the
-# parts that are assigned to it, and `self.training` says whether it is being
-# trained. A part that torch has ready is `nn.Linear(a, b)`: it makes of each
-# row of a numbers one of b numbers, by a matrix and a bias that are learned.
+# `nn.Module`. What it computes stands in `forward`, which runs when the
+# object is called: `drop(x)` runs `drop.forward(x)`. It knows the weights of
+# the parts that are assigned to it, and `self.training` says whether it is
+# being trained. A part that torch has ready is `nn.Linear(a, b)`: it turns
+# each row of `a` numbers into one of `b`, by a matrix and a bias that are
+# learned.
 
 
 # %%

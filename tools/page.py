@@ -231,6 +231,6 @@ def build(notebook_path, out_path):
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
         sys.exit(__doc__)
     build(NOTEBOOK, sys.argv[1])
