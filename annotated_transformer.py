@@ -15241,8 +15241,8 @@ class Run:
                 raise
             raise InputError(
                 f"{folder}: checkpoint.pt is not of this model, or was made "
-                "on another kind of --device; restore it, or train again "
-                "with another --out"
+                "on another kind of --device (then go on with that one); "
+                "restore it, or train again with another --out"
             ) from None
         if len(set(everyone(self.step))) > 1:
             raise InputError(
@@ -16948,7 +16948,8 @@ def prepare_training(args, facts, saved, sizes, pieces):
         vocabs = corpus.vocabularies(learn)
         translator = new_translator(vocabs, languages, sizes, both)
     if saved:
-        check_same_facts(saved, {**facts, **describe(translator)}, args.out)
+        now = {"start": None, **facts, **describe(translator)}
+        check_same_facts(saved, now, args.out)
     for home in (Path(args.out), corpus.path.parent):
         try:
             home.mkdir(parents=True, exist_ok=True)
