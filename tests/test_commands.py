@@ -289,6 +289,66 @@ def test_resuming_a_run_that_is_done_changes_no_weight(
     assert same(weights(own), weights(half))
 
 
+def start_command(corpus, out, start, *more):
+    return [
+        "train", "--corpus", corpus, "--out", out, "--steps", 1,
+        "--device", "cpu", *(["--from", start] if start else []), *more,
+    ]  # fmt: skip
+
+
+def test_a_run_starts_from_the_weights_of_another(
+    capsys, corpus, small, tmp_path
+):
+    out = tmp_path / "out"
+    command = start_command(corpus, out, small, "--factor", 1e-9)
+    status, _, errors = run(capsys, *command)
+    assert status == 0, errors
+    old, new = (weights(folder) for folder in (small, out))
+    assert list(old) == list(new)
+    for name, weight in new.items():
+        torch.testing.assert_close(weight, old[name], rtol=0, atol=1e-6)
+    words = [book.load_description(f)["src_words"] for f in (small, out)]
+    assert words[0] == words[1]
+
+
+def test_a_run_from_a_model_is_resumed_from_that_model_only(
+    capsys, corpus, small, tmp_path
+):
+    out = tmp_path / "out"
+    assert run(capsys, *start_command(corpus, out, small))[0] == 0
+    before = contents(out)
+    other = tmp_path / "other"
+    shutil.copytree(small, other)
+    changed = weights(small)
+    next(iter(changed.values())).add_(1)
+    torch.save(changed, other / "weights.pt")
+    message = refused(capsys, *start_command(corpus, out, other, "--resume"))
+    assert "start has changed" in message
+    assert contents(out) == before
+    without = start_command(corpus, out, None, "--pieces", 0, "--resume")
+    assert "start has changed" in refused(capsys, *without)
+    assert contents(out) == before
+    assert run(capsys, *start_command(corpus, out, small, "--resume"))[0] == 0
+
+
+@pytest.mark.parametrize(
+    "more, named",
+    [
+        (["--pieces", 50], "--pieces is the model's own"),
+        (["--norm-first"], "--norm-first is the model's own"),
+        (["--src", "en", "--tgt", "de"], "de to en, one way"),
+        (["--both"], "de to en, one way"),
+    ],
+)
+def test_what_the_model_has_is_not_chosen_anew(
+    capsys, corpus, small, tmp_path, more, named
+):
+    out = tmp_path / "out"
+    message = refused(capsys, *start_command(corpus, out, small, *more))
+    assert named in message
+    assert not out.exists()
+
+
 def test_ctrl_c_is_no_crash(capsys, corpus, tmp_path, monkeypatch):
     def pressed(*arguments):
         raise KeyboardInterrupt
