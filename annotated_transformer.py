@@ -11421,7 +11421,7 @@ def one_head_is_worse(seeds=3, updates=120, **change):
     "6.2",
     "rows (B): a smaller d_k hurts (2 against 8)",
     toy=True,
-    unless={"d_k": 16},
+    unless={"d_k": 16, **LONG},
     full=LONG,
 )
 def narrow_keys_hurt(seeds=3, updates=120, d_k=2):
@@ -11519,7 +11519,7 @@ def fewer_layers_are_worse(seeds=3, updates=120, **change):
     "6.2",
     "rows (C): a larger d_model is better (32 against 16)",
     toy=True,
-    unless={"d_model": 64},
+    unless={"d_model": 64, **LONG},
     full=LONG,
 )
 def a_narrower_model_is_worse(seeds=3, updates=120, d_model=16):
@@ -11530,7 +11530,7 @@ def a_narrower_model_is_worse(seeds=3, updates=120, d_model=16):
     "6.2",
     "rows (C): a larger d_ff is better (64 against 8)",
     toy=True,
-    unless={"d_ff": 256},
+    unless={"d_ff": 256, **LONG},
     full=LONG,
 )
 def a_smaller_network_is_worse(seeds=3, updates=120, d_ff=8):
@@ -11701,12 +11701,12 @@ def sudden_gaps(norm_first, seeds, updates, N):
     "5.3",
     "training begins with a warm-up: post-norm needs it (Xiong et al.)",
     toy=True,
-    unless={"norm_first": True},
+    unless={"norm_first": True, **LONG},
     full=LONG,
 )
 def post_norm_needs_a_warm_up(seeds=3, updates=90, norm_first=False):
     mean, half = interval(sudden_gaps(norm_first, seeds, updates, N=2))
-    return decided(mean, half), (
+    return decided(mean - 0.1, half), (
         "without a warm-up the loss changes by "
         + told(mean, half, seeds, updates)
     )
@@ -11716,13 +11716,13 @@ def post_norm_needs_a_warm_up(seeds=3, updates=90, norm_first=False):
     "5.3",
     "training begins with a warm-up: pre-norm needs it less (Xiong et al.)",
     toy=True,
-    unless={"N": 1},
+    unless={"N": 1, **LONG},
     full=LONG,
 )
 def pre_norm_needs_it_less(seeds=3, updates=90, N=2):
     gaps = [sudden_gaps(order, seeds, updates, N) for order in (False, True)]
     mean, half = interval([post - pre for post, pre in zip(*gaps)])
-    return decided(mean, half), (
+    return decided(mean - 0.1, half), (
         "beside pre-norm, leaving out the warm-up costs post-norm "
         + told(mean, half, seeds, updates)
     )
