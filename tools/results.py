@@ -245,7 +245,8 @@ def multi30k_table():
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     groups, commits = {}, []
-    for path in sorted(RESULTS.glob("multi30k-*.json")):
+    paths = RESULTS.glob("multi30k-*.json")
+    for path in sorted(paths, key=lambda path: path.stem):
         r = json.loads(path.read_text("utf-8"))
         same = {k: v for k, v in r["recipe"].items() if k != "seed"}
         key = r["direction"], r["commit"], json.dumps([same, r["config"]])
