@@ -1380,8 +1380,8 @@ def two_padded_sentences():
 # The whole network in one paragraph (Figure 1 of the paper). An **encoder**
 # turns the S source tokens into S vectors of width D, called the *memory*. A
 # **decoder** reads the memory and the target words written so far, and gives
-# one vector for each; from it, the next word is predicted. Both are stacks of
-# N layers of one form. A layer consists of *attention*, where positions
+# one vector for each; from it, the next word is predicted. Each is a stack of
+# N layers, all built alike. A layer consists of *attention*, where positions
 # exchange information, and a *feed-forward network*, where each position
 # works for itself. We call these parts its *sub-layers*.
 #
@@ -1402,8 +1402,11 @@ def two_padded_sentences():
 # feed-forward network; then logits and softmax. One matrix serves both
 # embeddings and the logits.](images/transformer.svg)
 #
+# What else the picture names comes piece by piece: softmax in 3.2.1,
+# embeddings and logits in 3.4, positions in 3.5.
+#
 # All sizes and options stand in one frozen object. Its defaults are the
-# paper's **base** model (Section 3.1 and Table 3).
+# paper's **base** model (Table 3; its vocabulary is in Section 5.1).
 
 
 # %%
@@ -1454,7 +1457,8 @@ class Config:
 # ### 3.1 Encoder and decoder stacks
 #
 # The paper stacks six layers. Around every sub-layer it puts a *residual
-# connection* and then *layer normalization*:
+# connection* (He et al., 2016) and then *layer normalization* (Ba et al.,
+# 2016):
 #
 # $$\mathrm{LayerNorm}(x + \mathrm{Sublayer}(x))$$
 #
@@ -1494,7 +1498,7 @@ def layer_norm_by_hand():
 
 
 # %% [markdown]
-# The same numbers from torch, and the same gradients:
+# The same numbers from torch, and the same derivatives by x:
 
 
 # %%
@@ -1525,20 +1529,21 @@ def layer_norm_equals_torch():
 # models normalize the *input* of the sub-layer and leave the sum alone:
 # **pre-norm**, `x + Sublayer(LayerNorm(x))`. Then nothing normalizes the
 # output of the last layer, so a pre-norm stack needs one final norm; a
-# post-norm stack has none. Here the paper's order is the default, and
+# post-norm stack needs none. Here the paper's order is the default, and
 # `norm_first=True` selects the other. Because pre-norm works on the *input*
 # of the sub-layer, `Residual` below is handed the sub-layer as a function,
 # not its result.
 #
 # ![One sub-layer in both orders. Post-norm: x goes through the sub-layer and
-# dropout, is added to itself, and the sum is normalized. Pre-norm: the norm
-# stands before the sub-layer, so x itself passes straight through to the
-# sum.](images/residual.svg)
+# dropout, the result is added to x, and the sum is normalized. Pre-norm: the
+# norm stands before the sub-layer, so x itself passes straight through to the
+# sum; one norm follows at the end of the stack.](images/residual.svg)
 #
 # *Dropout* falls on the sub-layer's output, before the sum. In training it
-# sets each number to 0 with probability p and divides the others by 1 − p,
-# so that nothing may rely on a single number; in use it does nothing. *Making
-# it fast*, below, has a quicker form of it.
+# sets each number to 0 with probability p, so that nothing may rely on a
+# single number, and divides the others by 1 − p, so that the mean over many
+# draws stays the same. In use it does nothing. *Making it fast*, below, has a
+# quicker form of it.
 
 
 # %%
@@ -1603,7 +1608,8 @@ def residual_then_norm(norm_first=False):
 # An encoder layer has two sub-layers: self-attention, in which each source
 # position looks at all source positions, and the feed-forward network.
 # Their classes follow in Sections 3.2 and 3.3; here it is enough that
-# attention takes queries, keys, values and a mask.
+# attention takes queries, keys and values, all made from positions, and a
+# mask, which says who may look where.
 
 
 # %%
@@ -1623,9 +1629,9 @@ class EncoderLayer(nn.Module):
 
 
 # %% [markdown]
-# A decoder layer puts a third sub-layer between them: cross-attention,
-# whose queries come from the decoder and whose keys and values are the
-# encoder's memory. Its self-attention has a mask that hides the future.
+# A decoder layer puts a third sub-layer between them: cross-attention, whose
+# queries come from the decoder, and its keys and values from the encoder's
+# memory. The decoder's self-attention has a mask that hides the future.
 
 
 # %%
@@ -1650,8 +1656,9 @@ class DecoderLayer(nn.Module):
 
 # %% [markdown]
 # A stack is N such layers, one after the other. `context` is what a layer
-# needs beside x: the mask in the encoder; the memory and two masks in the
-# decoder. Each is built anew, so each starts from its own random weights.
+# needs besides x: the mask in the encoder; the memory and two masks in the
+# decoder. Each layer is built anew, so each starts from its own random
+# weights.
 
 
 # %%
@@ -1732,7 +1739,9 @@ def norm_gradient_in_loops(x, grad):
 
 # %% tags=["exercise"]
 def draw_norm_gradient():
-    return tuple(torch.randn(2, 3, 6, dtype=torch.double))
+    x, grad = torch.randn(2, 3, 6, dtype=torch.double)
+    x[0] *= 0.01  # so small that it matters where ε stands
+    return x, grad
 
 
 def norm_gradient(centre=True, spread=True):
@@ -1793,9 +1802,10 @@ def layer_norm_gradient(x, grad): ...
 # #### 3.2.1 Scaled dot-product attention
 #
 # Write the queries as the rows of a matrix Q, the keys and the values as the
-# rows of K and V. Equation 1 is then one line. Its softmax turns a row of
-# scores into shares: it takes e to the power of each score, and divides each
-# by the sum of all in the row.
+# rows of K and V. Equation 1 is then one line, in which d_k is the width of a
+# query and of a key. What stands in the brackets are the *scores*. The softmax
+# turns a row of them into shares: it takes e to the power of each score, and
+# divides each by the sum of all in the row.
 #
 # $$\mathrm{Attention}(Q, K, V) =
 # \mathrm{softmax}\!\left(\frac{QK^\top}{\sqrt{d_k}}\right)V$$
@@ -1804,12 +1814,13 @@ def layer_norm_gradient(x, grad): ...
 # (1, 0), so d_k = 2. The products are 1, 0, 1; divided by √2 they are
 # 0.707, 0, 0.707; e to that is 2.028, 1, 2.028; as shares of their sum
 # 5.056 that is 0.401, 0.198, 0.401. With the values 10, 20 and 30 the
-# answer is 4.01 + 3.96 + 12.03 = 20: the first and third count double.
+# answer is 4.01 + 3.96 + 12.03 = 20: the first and third count about double.
 #
 # The code is the formula. A mask, where given, replaces each forbidden
-# score by the lowest number there is, before the softmax, so that its
-# weight comes out as exactly zero. Not by minus infinity: a row that may
-# look nowhere would then be 0/0, and one NaN soon spreads everywhere.
+# score by the lowest finite number, before the softmax, so that its weight
+# comes out as exactly zero. Not by minus infinity: a row that may look
+# nowhere would then be 0/0, which is NaN, "not a number", and one NaN soon
+# spreads everywhere.
 # (*Differs from the paper*, which writes −∞. Wherever a query may look
 # anywhere at all, the result is the same.)
 
@@ -1878,8 +1889,8 @@ def attention_rows_sum_to_one():
 # q and k are independent with mean 0 and variance 1, then q·k, a sum of d_k
 # products, has mean 0 and variance d_k. Large scores push the softmax to
 # where one weight is nearly 1 and the gradient nearly 0. It is easily
-# tried. For each d_k we draw random queries and 16 keys, and note the
-# variance of the products and the largest weight, undivided and divided.
+# tried. For each d_k we draw random queries, with 16 keys for each, and note
+# the variance of the products and the largest weight, undivided and divided.
 
 
 # %%
@@ -1911,9 +1922,10 @@ def why_divide_by_the_root():
 
 
 # %% [markdown]
-# **What to notice.** The variance is d_k, as claimed. Undivided, random
-# keys already get a nearly hard choice at d_k = 512; divided, the weights
-# are as soft at 1,024 as at 4, and learning can begin anywhere.
+# **What to notice.** But for chance, the variance is d_k, as claimed.
+# Undivided, the choice among random keys is already nearly hard at d_k = 512:
+# one weight takes almost all. Divided, the weights are about as soft at 1,024
+# as at 4, and learning can begin at any width.
 #
 # The first half of the argument, examined: mean and variance of the products,
 # for numbers that are drawn as the paper supposes. (With components of twice
@@ -1940,8 +1952,10 @@ def products_have_variance_d_k(widths=(4, 16, 64, 256, 1024), spread=1.0):
 # %% [markdown]
 # The second half: what large products do to the gradient. We take the
 # derivatives of all 16 weights by all 16 scores (their *Jacobian*), and of
-# that matrix the size. (Keys and queries of length 1 make small products of
-# themselves. With them the claim fails, and later models use that.)
+# that matrix the size, which is the root of the sum of its squares. The median
+# over the queries decides. (Keys and queries that are scaled to length 1 make
+# small products by themselves. With them the claim fails, and later models use
+# that.)
 
 
 # %% tags=["claim"]
@@ -2001,7 +2015,7 @@ def additive_scores(Q, K, w, W=None):
         return ((Q[:, None] + K).tanh() @ w[:, None])[..., 0]
     sizes = len(Q), len(K), -1
     pairs = Q[:, None].expand(sizes), K.expand(sizes)
-    return (torch.cat(pairs, -1) @ W).tanh() @ w
+    return ((torch.cat(pairs, -1) @ W).tanh() @ w[:, None])[..., 0]
 
 
 @claim(
@@ -2026,8 +2040,9 @@ def both_scores_multiply_as_often(sizes=(16, 32, 64), each_pair=False):
 
 # %% [markdown]
 # Next, the numbers that must be kept until the gradient comes back. Additive
-# attention has d_k for each pair. (It may throw them away and compute them
-# again, at twice the work.)
+# attention has d_k for each pair. (Q, K and V lie in one piece of memory here,
+# which counts as a whole. And additive attention may throw its numbers away
+# and compute them a second time; then the claim fails.)
 
 
 # %% tags=["claim"]
@@ -2104,8 +2119,9 @@ def dot_products_are_faster(n=256, d=64, rounds=9):
 
 
 # %% [markdown]
-# And which of the two learns better? A toy: eight words, each with a value,
-# lie before the model. It hears one of the words, and must say its value.
+# And which of the two learns better? Here the paper refers to Britz et al.
+# (2017). A toy: eight words, each with a value, lie before the model. It hears
+# one of the words, and must say its value.
 
 
 # %% tags=["claim"]
@@ -2131,7 +2147,7 @@ class Lookup(nn.Module):
 
 
 # %% [markdown]
-# "Small" shall be d_k = 16 and 64, the paper's own, and "large" 1,024. Each
+# "Small" shall be d_k = 16 and the paper's own 64, and "large" 1,024. Each
 # kind is granted the best of three learning rates.
 
 
@@ -17876,8 +17892,11 @@ def main(argv):
 # * Abnar and Zuidema (2020), *Quantifying Attention Flow in Transformers*
 # * Ainslie et al. (2023), *GQA: Training Generalized Multi-Query Transformer
 #   Models from Multi-Head Checkpoints*
+# * Ba et al. (2016), *Layer Normalization*
 # * Bahdanau et al. (2015), *Neural Machine Translation by Jointly Learning to
 #   Align and Translate*
+# * Britz et al. (2017), *Massive Exploration of Neural Machine Translation
+#   Architectures*
 # * Dao et al. (2022), *FlashAttention: Fast and Memory-Efficient Exact
 #   Attention with IO-Awareness*
 # * Eikema and Aziz (2020), *Is MAP Decoding All You Need?*
@@ -17887,6 +17906,7 @@ def main(argv):
 #   Machine Translation and Multilingual Image Description*
 # * Geva et al. (2021), *Transformer Feed-Forward Layers Are Key-Value
 #   Memories*
+# * He et al. (2016), *Deep Residual Learning for Image Recognition*
 # * Holtzman et al. (2020), *The Curious Case of Neural Text Degeneration*
 # * Johnson et al. (2017), *Google's Multilingual Neural Machine Translation
 #   System: Enabling Zero-Shot Translation*
