@@ -1382,8 +1382,8 @@ def two_padded_sentences():
 # The whole network in one paragraph (Figure 1 of the paper). An **encoder**
 # turns the S source tokens into S vectors of width D, called the *memory*. A
 # **decoder** reads the memory and the target words written so far, and gives
-# one vector for each; from it, the next word is predicted. Both are stacks of
-# N layers of one form. A layer consists of *attention*, where positions
+# one vector for each; from it, the next word is predicted. Each is a stack of
+# N layers, all built alike. A layer consists of *attention*, where positions
 # exchange information, and a *feed-forward network*, where each position
 # works for itself. We call these parts its *sub-layers*.
 #
@@ -1404,8 +1404,11 @@ def two_padded_sentences():
 # feed-forward network; then logits and softmax. One matrix serves both
 # embeddings and the logits.](images/transformer.svg)
 #
+# What else the picture names comes piece by piece: softmax in 3.2.1,
+# embeddings and logits in 3.4, positions in 3.5.
+#
 # All sizes and options stand in one frozen object. Its defaults are the
-# paper's **base** model (Section 3.1 and Table 3).
+# paper's **base** model (Table 3; its vocabulary is in Section 5.1).
 
 
 # %%
@@ -1497,7 +1500,7 @@ def layer_norm_by_hand():
 
 
 # %% [markdown]
-# The same numbers from torch, and the same gradients:
+# The same numbers from torch, and the same derivatives by x, g and b:
 
 
 # %%
@@ -1505,13 +1508,14 @@ def layer_norm_by_hand():
 def layer_norm_equals_torch():
     """Our LayerNorm gives torch's values and torch's gradients."""
     x = torch.randn(3, 5, 8, dtype=torch.double, requires_grad=True)
-    gain, bias = torch.randn(2, 8, dtype=torch.double)
+    gain, bias = torch.randn(2, 8, dtype=torch.double).requires_grad_()
     ours = layer_norm(x, gain, bias)
     theirs = F.layer_norm(x, (8,), gain, bias)
     torch.testing.assert_close(ours, theirs)
     weight = torch.randn_like(ours)
-    (ours_grad,) = torch.autograd.grad((ours * weight).sum(), x)
-    (theirs_grad,) = torch.autograd.grad((theirs * weight).sum(), x)
+    by = (x, gain, bias)
+    ours_grad = torch.autograd.grad((ours * weight).sum(), by)
+    theirs_grad = torch.autograd.grad((theirs * weight).sum(), by)
     torch.testing.assert_close(ours_grad, theirs_grad)
 
 
@@ -1534,14 +1538,15 @@ def layer_norm_equals_torch():
 # not its result.
 #
 # ![One sub-layer in both orders. Post-norm: x goes through the sub-layer and
-# dropout, is added to itself, and the sum is normalized. Pre-norm: the norm
-# stands before the sub-layer, so x itself passes straight through to the
-# sum.](images/residual.svg)
+# dropout, the result is added to x, and the sum is normalized. Pre-norm: the
+# norm stands before the sub-layer, so x itself passes straight through to the
+# sum; one norm follows at the end of the stack.](images/residual.svg)
 #
 # *Dropout* falls on the sub-layer's output, before the sum. In training it
-# sets each number to 0 with probability p and divides the others by 1 − p,
-# so that nothing may rely on a single number; in use it does nothing. *Making
-# it fast*, below, has a quicker form of it.
+# sets each number to 0 with probability p, so that nothing may rely on a
+# single number, and divides the others by 1 − p, so that the mean over many
+# draws stays the same. In use it does nothing. *Making it fast*, below, has a
+# quicker form of it.
 #
 # In PyTorch a part of a network is an object of a class made from
 # `nn.Module`. What it computes stands in `forward`, which runs when the
@@ -1614,7 +1619,8 @@ def residual_then_norm(norm_first=False):
 # An encoder layer has two sub-layers: self-attention, in which each source
 # position looks at all source positions, and the feed-forward network.
 # Their classes follow in Sections 3.2 and 3.3; here it is enough that
-# attention takes queries, keys, values and a mask.
+# attention takes queries, keys and values, all made from positions, and a
+# mask, which says who may look where.
 
 
 # %%
@@ -1634,9 +1640,9 @@ class EncoderLayer(nn.Module):
 
 
 # %% [markdown]
-# A decoder layer puts a third sub-layer between them: cross-attention,
-# whose queries come from the decoder and whose keys and values come from the
-# encoder's memory. Its self-attention has a mask that hides the future.
+# A decoder layer puts a third sub-layer between them: cross-attention, whose
+# queries come from the decoder, and its keys and values from the encoder's
+# memory. The decoder's self-attention has a mask that hides the future.
 
 
 # %%
@@ -1661,7 +1667,7 @@ class DecoderLayer(nn.Module):
 
 # %% [markdown]
 # A stack is N such layers, one after the other. `context` is what a layer
-# needs beside x: the mask in the encoder; the memory and two masks in the
+# needs besides x: the mask in the encoder; the memory and two masks in the
 # decoder. Each layer is built anew, so each starts from its own random
 # weights.
 
@@ -1744,7 +1750,9 @@ def norm_gradient_in_loops(x, grad):
 
 # %% tags=["exercise"]
 def draw_norm_gradient():
-    return tuple(torch.randn(2, 3, 6, dtype=torch.double))
+    x, grad = torch.randn(2, 3, 6, dtype=torch.double)
+    x[0] *= 0.01  # so small that it matters where ε stands
+    return x, grad
 
 
 def norm_gradient(centre=True, spread=True):
@@ -1805,9 +1813,10 @@ def layer_norm_gradient(x, grad): ...
 # #### 3.2.1 Scaled dot-product attention
 #
 # Write the queries as the rows of a matrix Q, the keys and the values as the
-# rows of K and V. Equation 1 is then one line. Its softmax turns a row of
-# scores into shares: it takes e to the power of each score, and divides each
-# by the sum of all in the row.
+# rows of K and V. Equation 1 is then one line, in which d_k is the width of a
+# query and of a key. What stands in the brackets are the *scores*. The softmax
+# turns a row of them into shares: it takes e to the power of each score, and
+# divides each by the sum of all in the row.
 #
 # $$\mathrm{Attention}(Q, K, V) =
 # \mathrm{softmax}\!\left(\frac{QK^\top}{\sqrt{d_k}}\right)V$$
@@ -1821,9 +1830,10 @@ def layer_norm_gradient(x, grad): ...
 # model's weights are, but computed anew from each input.
 #
 # The code is the formula. A mask, where given, replaces each forbidden
-# score by the lowest number there is, before the softmax, so that its
-# weight comes out as exactly zero. Not by minus infinity: a row that may
-# look nowhere would then be 0/0, and one NaN soon spreads everywhere.
+# score by the lowest finite number, before the softmax, so that its weight
+# comes out as exactly zero. Not by minus infinity: a row that may look
+# nowhere would then be 0/0, which is NaN, "not a number", and one NaN soon
+# spreads everywhere.
 # (*Differs from the paper*, which writes −∞. Wherever a query may look
 # anywhere at all, the result is the same.)
 
@@ -1925,9 +1935,10 @@ def why_divide_by_the_root():
 
 
 # %% [markdown]
-# **What to notice.** The variance is d_k, as claimed. Undivided, random
-# keys already get a nearly hard choice at d_k = 512; divided, the weights
-# are as soft at 1,024 as at 4, and learning can begin anywhere.
+# **What to notice.** But for chance, the variance is d_k, as claimed.
+# Undivided, the choice among random keys is already nearly hard at d_k = 512:
+# one weight takes almost all. Divided, the weights are about as soft at 1,024
+# as at 4, and learning can begin at any width.
 #
 # The first half of the argument, examined: mean and variance of the products,
 # for numbers that are drawn as the paper supposes. (With components of twice
@@ -1954,8 +1965,11 @@ def products_have_variance_d_k(widths=(4, 16, 64, 256, 1024), spread=1.0):
 # %% [markdown]
 # The second half: what large products do to the gradient. We take the
 # derivatives of all 16 weights by all 16 scores (their *Jacobian*), and of
-# that matrix the size. (Keys and queries of length 1 make small products of
-# themselves. With them the claim fails, and later models use that.)
+# that matrix the size, which is the root of the sum of its squares. The
+# median over the queries decides. (Their mean falls less, for some queries
+# meet near ties.) (Keys and queries that are scaled to length 1 make small
+# products by themselves. With them the claim fails, and later models use
+# that.)
 
 
 # %% tags=["claim"]
@@ -1989,7 +2003,7 @@ def large_products_end_the_gradient(
     return holds, (
         f"for d_k = {widths} the median size of the derivatives is "
         f"{', '.join(f'{m:.2g}' for m in middle)} undivided (the mean "
-        f"{raw[-1].mean():.2g} at the last: some queries meet near ties), and "
+        f"{raw[-1].mean():.2g} at the last), and "
         f"{', '.join(f'{m:.2g}' for m in divided)} divided"
     )
 
@@ -2015,7 +2029,7 @@ def additive_scores(Q, K, w, W=None):
         return ((Q[:, None] + K).tanh() @ w[:, None])[..., 0]
     sizes = len(Q), len(K), -1
     pairs = Q[:, None].expand(sizes), K.expand(sizes)
-    return (torch.cat(pairs, -1) @ W).tanh() @ w
+    return ((torch.cat(pairs, -1) @ W).tanh() @ w[:, None])[..., 0]
 
 
 @claim(
@@ -2040,8 +2054,9 @@ def both_scores_multiply_as_often(sizes=(16, 32, 64), each_pair=False):
 
 # %% [markdown]
 # Next, the numbers that must be kept until the gradient comes back. Additive
-# attention has d_k for each pair. (It may throw them away and compute them
-# again, at twice the work.)
+# attention has d_k for each pair. (Q, K and V lie in one piece of memory here,
+# which counts as a whole. And additive attention may throw its numbers away
+# and compute them a second time; then the claim fails.)
 
 
 # %% tags=["claim"]
@@ -2118,8 +2133,9 @@ def dot_products_are_faster(n=256, d=64, rounds=9):
 
 
 # %% [markdown]
-# And which of the two learns better? A toy: eight words, each with a value,
-# lie before the model. It hears one of the words, and must say its value.
+# And which of the two learns better? Here the paper refers to Britz et al.
+# (2017). A toy: eight words, each with a value, lie before the model. It hears
+# one of the words, and must say its value.
 
 
 # %% tags=["claim"]
@@ -2145,7 +2161,7 @@ class Lookup(nn.Module):
 
 
 # %% [markdown]
-# "Small" shall be d_k = 16 and 64, the paper's own, and "large" 1,024. Each
+# "Small" shall be d_k = 16 and the paper's own 64, and "large" 1,024. Each
 # kind is granted the best of three learning rates.
 
 
@@ -17921,6 +17937,8 @@ def main(argv):
 # * Ba et al. (2016), *Layer Normalization*
 # * Bahdanau et al. (2015), *Neural Machine Translation by Jointly Learning to
 #   Align and Translate*
+# * Britz et al. (2017), *Massive Exploration of Neural Machine Translation
+#   Architectures*
 # * Dao et al. (2022), *FlashAttention: Fast and Memory-Efficient Exact
 #   Attention with IO-Awareness*
 # * Dyer et al. (2016), *Recurrent Neural Network Grammars*
