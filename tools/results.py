@@ -229,6 +229,11 @@ def with_before(result, word):
     return f"{word(read(result['before']))} + {word(result)}"
 
 
+def cores(result):
+    """Return how many cores a run had."""
+    return {"one": 1, "two": 2}[result["device"].split()[0]]
+
+
 def thousands(number):
     """Return 16000 as "16k"."""
     return f"{number / 1000:g}k"
@@ -255,11 +260,11 @@ def multi30k_table():
         test, val = ([r[part] for r in runs] for part in (TEST, "val"))
         both = ", both" if runs[0]["recipe"]["both"] else ""
         both += ", R-Drop" if runs[0]["recipe"]["r_drop"] else ""
-        seeds, cores, minutes = (
+        seeds, machines, minutes = (
             ", ".join(f"{word(r)}" for r in runs)
             for word in (
                 lambda r: r["seed"],
-                lambda r: {"one": 1, "two": 2}[r["device"].split()[0]],
+                lambda r: with_before(r, cores),
                 lambda r: with_before(r, lambda r: round(r["minutes"])),
             )
         )
@@ -271,7 +276,7 @@ def multi30k_table():
             f"{spread([v['bleu'] for v in val])} | "
             f"{spread([t['bleu_cased'] for t in test])} | "
             f"{spread([t['chrf'] for t in test])} | "
-            f"{pieces} | {steps} | {seeds} | {cores} | {minutes} |"
+            f"{pieces} | {steps} | {seeds} | {machines} | {minutes} |"
         )
     words = f"Commits, line by line: {', '.join(commits)}."
     return [*lines, "", *textwrap.wrap(words, 76)]
