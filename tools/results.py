@@ -226,7 +226,7 @@ def with_before(result, word):
     """Return word(result); where it went on from another, both."""
     if "before" not in result:
         return f"{word(result)}"
-    return f"{word(read(result['before']))} + {word(result)}"
+    return f"{word(read(result['before']))}+{word(result)}"
 
 
 def cores(result):
