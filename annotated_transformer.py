@@ -1966,8 +1966,8 @@ def products_have_variance_d_k(widths=(4, 16, 64, 256, 1024), spread=1.0):
 # The second half: what large products do to the gradient. We take the
 # derivatives of all 16 weights by all 16 scores (their *Jacobian*), and of
 # that matrix the size, which is the root of the sum of its squares. The
-# median over the queries decides. (Their mean falls less, for some queries
-# meet near ties.) (Keys and queries that are scaled to length 1 make small
+# median over the queries decides. Their mean falls less, for some queries
+# meet near ties. (Keys and queries that are scaled to length 1 make small
 # products by themselves. With them the claim fails, and later models use
 # that.)
 
@@ -13213,12 +13213,12 @@ def the_heads_for_the_time(kind=KINDS[1], role="hat: time"):
 
 # %% [markdown]
 # **What to notice.** Most heads are not missed by themselves; the dark cells
-# are the exceptions. Nor is one of several that look at the time: the others
-# do its work. But without all of them most sentences with *hat* and a time go
-# wrong, nearly all the rest stay right, and as many other heads make no
-# difference. So the role is real. Look at what goes wrong: the tense. (Which
-# heads have it, and how many, is chance: with another seed it may be a single
-# one, and that one is missed.)
+# are the exceptions. Nor is any single one of the several that look at the
+# time: the others do its work. But without all of them most sentences with
+# *hat* and a time go wrong, nearly all the rest stay right, and as many other
+# heads make no difference. So the role is real. Look at what goes wrong: the
+# tense. (Which heads have it, and how many, is chance: with another seed it
+# may be a single one, and that one is missed.)
 
 # %% [markdown]
 # ### Exercises
@@ -16112,9 +16112,9 @@ def speaks_for_all(store):
 # for English-German (Wu et al., 2021, the tiny sizes, beam five, about 65
 # million target tokens, three to four times those of 20,000 updates here),
 # and for German-English 36.5 and 37.4, which the tutorials of bentrevett and
-# silvery107 report, greedily. They cut words by other rules than ours, so the
-# comparison is rough: the second seems passed, and the first still out of
-# reach of an hour on a laptop.
+# silvery107 (on GitHub) report, greedily. They cut words by other rules than
+# ours, so the comparison is rough: the second seems passed, and the first
+# still out of reach of an hour on a laptop.
 #
 # **The levers.** Short runs of one thousand updates, each with one thing
 # changed against the baseline (`train --corpus multi30k --src en --tgt de
@@ -17910,7 +17910,7 @@ def main(argv):
 # | its power α | 0.6 | 0.6; 1.5 in *Multi30k, measured*, by validation |
 # | greatest length | source + 50 | the same; the source's `</s>` counts |
 # | masked scores | −∞ | the lowest finite number |
-# | batch | 25,000 tokens a side | 24,576 places with padding; or fewer |
+# | batch | 25,000 tokens a side | 24,576 places; fewer for small models |
 # | final weights | mean of the last ones | that, or a better one |
 # | 6.2, 6.3 | other sizes; parsing | on toys |
 #
