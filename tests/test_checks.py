@@ -380,13 +380,13 @@ SLIPS = {
         "parse_scores_by_hand",
     ),
     "an interval as if the deviation were known": (
-        "return mean, STUDENT[n - 2] * math.sqrt(variance / n)",
+        "return mean, t * math.sqrt(variance / n)",
         "return mean, 1.96 * math.sqrt(variance / n)",
         "intervals_are_those_of_student",
     ),
     "the deviation of one number, not of the mean": (
-        "return mean, STUDENT[n - 2] * math.sqrt(variance / n)",
-        "return mean, STUDENT[n - 2] * math.sqrt(variance)",
+        "return mean, t * math.sqrt(variance / n)",
+        "return mean, t * math.sqrt(variance)",
         "intervals_are_those_of_student",
     ),
     "the lengths of the two sides exchanged": (
