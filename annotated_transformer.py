@@ -17717,6 +17717,7 @@ def main(argv):
     try:
         run_command(argv)
         if store:
+            dist.barrier()  # nobody leaves while another still talks to it
             dist.destroy_process_group()
         return 0
     except InputError as error:
