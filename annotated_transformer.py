@@ -15987,6 +15987,10 @@ def join_processes():
         return None
     from datetime import timedelta
 
+    # Imported now: later the defaults of its functions would be the group, and
+    # keep its threads alive when the interpreter ends, which aborts at times.
+    import torch.distributed.nn
+
     patience = timedelta(hours=2)
     store, rank, number = next(dist.rendezvous("env://", timeout=patience))
     store = dist.PrefixStore(name_of_meeting(store, rank, number), store)

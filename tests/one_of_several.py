@@ -3,7 +3,8 @@
 `one_of_several.py train …` is the command line. With KILL="1@6 0@10" the
 process of rank 1 kills itself after update 6, and once all were started anew,
 that of rank 0 after update 10. With WATCH=FOLDER each process writes there, at
-its end, which files it has opened for writing.
+its end, which files it has opened for writing, and which of its threads still
+belong to the group.
 
 `one_of_several.py probe FOLDER train …` first computes gradients in several
 ways, and writes what it found to FOLDER, a file for each rank.
@@ -14,6 +15,7 @@ import json
 import os
 import signal
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -44,6 +46,24 @@ def kill_in_time():
     book.training = mortal
 
 
+def threads_of_group(patience=0):
+    """The names of this process's threads that talk to others (on Linux).
+
+    A thread that was joined may still be listed for a moment; `patience` is
+    how many seconds it may take.
+    """
+    end = time.monotonic() + patience
+    while True:
+        names = []
+        for task in Path("/proc/self/task").glob("*/comm"):
+            with contextlib.suppress(OSError):  # it has just ended
+                names.append(task.read_text("utf-8").strip())
+        names = [name for name in names if "gloo" in name]
+        if not names or time.monotonic() >= end:
+            return names
+        time.sleep(0.01)
+
+
 @contextlib.contextmanager
 def watching():
     """Note down which files are written."""
@@ -62,6 +82,8 @@ def watching():
     if folder:
         path = Path(folder) / f"written-{os.environ['RANK']}"
         path.write_text(json.dumps(written), encoding="utf-8")
+        path = Path(folder) / f"left-{os.environ['RANK']}"
+        path.write_text(json.dumps(threads_of_group(2)), encoding="utf-8")
 
 
 def lengths_to_batch(lengths):
@@ -112,6 +134,7 @@ def probe(folder):
                 "tokens": [own, sum(part.count() for part in parts)],
                 "equal": all(map(joint.equal, book.everyone(joint))),
             }
+    found["threads"] = threads_of_group()
     found["first"] = book.from_first(lambda: f"from {rank}")
     found["everyone"] = book.everyone(rank)
     found["shared"] = [

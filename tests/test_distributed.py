@@ -129,6 +129,15 @@ def test_two_processes_train_the_model_of_one(plain, few, tmp_path):
             assert math.isclose(mine[name], yours[name], abs_tol=1e-3)
 
 
+@pytest.mark.skipif(
+    not Path("/proc/self/task").is_dir(), reason="threads are listed on Linux"
+)
+def test_the_group_has_ended_before_the_process_does(plain):
+    for rank in range(2):
+        assert plain.found[rank]["threads"]
+        assert json.loads((plain.folder / f"left-{rank}").read_text()) == []
+
+
 # ----------------------------------------------------------------- one writer
 
 
