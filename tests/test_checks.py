@@ -304,6 +304,16 @@ SLIPS = {
         "rows = self.ancestors.flatten(0, 2)[: len(texts)]",
         "writer_changes_nothing",
     ),
+    "the mask left out of attention in batches": (
+        "mask.expand(A, H, n, -1).flatten(0, 1), 1",
+        "mask.expand(A, H, n, -1).flatten(0, 1), 0",
+        "writer_changes_nothing",
+    ),
+    "scores in batches not divided by the root": (
+        "    scale = 1 / math.sqrt(width)",
+        "    scale = 1",
+        "writer_changes_nothing",
+    ),
     "products joined in the wrong order": (
         "product([heads.W_Q, heads.W_K, heads.W_V])",
         "product([heads.W_K, heads.W_Q, heads.W_V])",

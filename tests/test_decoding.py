@@ -57,7 +57,9 @@ def test_a_batch_is_decoded_like_each_sentence_alone(greedy, seed, lengths):
 # ------------------------------------------------- keys and values kept
 
 
-@settings(max_examples=30, deadline=None)
+HEADS = st.sampled_from([1, 4])  # for a wide head a Writer asks MKL
+
+
 def caches(model):
     """The ways to begin a cache: the plain one, and the Writer's."""
     plain = functools.partial(book.Cache.begin, model)
@@ -72,11 +74,12 @@ def caches(model):
     T=st.integers(1, 9),
     norm_first=st.booleans(),
     shared=st.booleans(),
+    h=HEADS,
 )
 def test_cached_logits_are_those_of_the_whole_decoder(
-    seed, lengths, width, T, norm_first, shared
+    seed, lengths, width, T, norm_first, shared, h
 ):
-    model = lively_model(seed, norm_first=norm_first, shared=shared)
+    model = lively_model(seed, norm_first=norm_first, shared=shared, h=h)
     src = book.pad([torch.randint(4, 14, (n,)).tolist() for n in lengths])
     tgt = torch.randint(0, 14, (width * len(src), T))
     tgt[tgt == PAD] = UNK
@@ -91,9 +94,9 @@ def test_cached_logits_are_those_of_the_whole_decoder(
 
 
 @settings(max_examples=30, deadline=None)
-@given(seed=st.integers(0, 99), data=st.data())
-def test_texts_may_leave_the_cache_and_change_their_places(seed, data):
-    model = lively_model(seed)
+@given(seed=st.integers(0, 99), h=HEADS, data=st.data())
+def test_texts_may_leave_the_cache_and_change_their_places(seed, h, data):
+    model = lively_model(seed, h=h)
     src = book.pad([torch.randint(4, 14, (n,)).tolist() for n in (3, 7, 1)])
     tgt = torch.randint(4, 14, (6, 6))  # two texts for each source
     sources = data.draw(st.lists(st.sampled_from([0, 1, 2]), max_size=3,
@@ -116,10 +119,15 @@ def test_texts_may_leave_the_cache_and_change_their_places(seed, data):
 
 
 @settings(max_examples=20, deadline=None)
-@given(seed=st.integers(0, 99), lengths=LENGTHS, width=st.integers(1, 4))
-def test_a_writer_writes_what_the_plain_cache_writes(seed, lengths, width):
+@given(
+    seed=st.integers(0, 99),
+    lengths=LENGTHS,
+    width=st.integers(1, 4),
+    h=HEADS,
+)
+def test_a_writer_writes_what_the_plain_cache_writes(seed, lengths, width, h):
     """Sentences that end early leave; long ones outgrow the first room."""
-    model = lively_model(seed, norm_first=bool(seed % 2))
+    model = lively_model(seed, norm_first=bool(seed % 2), h=h)
     src = book.pad([torch.randint(4, 14, (n,)).tolist() for n in lengths])
     begin = book.Writer(model).begin
     assert book.greedy(model, src, 45, begin) == book.greedy(model, src, 45)
@@ -130,6 +138,38 @@ def test_a_writer_writes_what_the_plain_cache_writes(seed, lengths, width):
         assert [h.tokens for h in one] == [h.tokens for h in two]
         for h, g in zip(one, two):
             assert math.isclose(h.score, g.score, rel_tol=1e-4)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("queries, keys", [(1, 5), (1, 40), (7, 7), (5, 23)])
+def test_both_forms_of_a_writers_attention_are_attention(
+    queries, keys, masked
+):
+    draw = functools.partial(torch.randn, dtype=torch.double)
+    Q = draw(3, 2, queries, 32)
+    K, V = draw(2, 3, 2, keys + 4, 32)[:, :, :, :keys]  # with room ahead
+    mask = torch.rand(3, 1, 1, keys) < 0.7
+    mask[..., 0] = True  # something is to be seen
+    mask = mask if masked else torch.ones_like(mask)
+    expected = book.attention(Q, K, V, mask)[0]
+    added = book.additive(mask, Q)
+    assert (added is not None) == masked
+    found = book.attention_in_batches(Q, K, V, added)
+    torch.testing.assert_close(found, expected)
+    joined = book.joined_attention(Q, K, V, added)
+    rows = expected.transpose(1, 2).reshape(3 * queries, 64)
+    torch.testing.assert_close(joined, rows)
+
+
+def test_a_writer_without_mkl_writes_the_same(monkeypatch):
+    model = lively_model(3, h=1)
+    src = torch.randint(4, 14, (5, 6))
+    expected = book.greedy(model, src, 20, book.Writer(model).begin)
+    monkeypatch.delattr(book, "attention_in_batches")
+    with pytest.raises(NameError):  # so it was needed
+        book.greedy(model, src, 20, book.Writer(model).begin)
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
+    assert book.greedy(model, src, 20, book.Writer(model).begin) == expected
 
 
 def test_a_writer_in_16_bits_is_close():
