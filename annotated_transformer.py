@@ -16395,7 +16395,7 @@ def use_int8(model):
             f"({str(error).splitlines()[0]}); leave --int8 out, or take "
             "--device cpu and a newer PyTorch"
         ) from None
-    for module in [*model.modules(), model.tgt_embedding]:
+    for module in model.modules():
         if isinstance(module, nn.Linear):
             module.__class__ = Int8Linear
         elif module is model.tgt_embedding:
@@ -17629,7 +17629,8 @@ def add_training(train):
     text = "average the last K checkpoints at the end (5)"
     option("--average", type=int, default=5, metavar="K", help=text)
     option("--resume", action="store_true", help="go on with the run in DIR")
-    option("--tensorboard", action="store_true", help="write its files too")
+    text = "write files for TensorBoard too"
+    option("--tensorboard", action="store_true", help=text)
     text = "let torch.compile join small operations"
     option("--compile", action="store_true", help=text)
     levers = train.add_argument_group("levers beyond the paper")

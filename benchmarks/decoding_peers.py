@@ -10,15 +10,19 @@ rounds after a warm-up, each program at the best of several batch sizes:
 
 The programs are the book's own `greedy` and `beam_search`, transformers'
 Marian and CTranslate2, all with the same weights; ours also with factors of
-8 and 16 bits, CTranslate2 in 8 bits and in 16 where it can. Prints tokens a
-second, how many texts are not ours, and ours over each program's speed: the
-median of the rounds' ratios, the least and the largest. Needs an otherwise
-idle machine, and `pip install -r tests/peers.txt -c constraints.txt`.
+8 and 16 bits, CTranslate2 in 8 bits and in 16 where it can. CTranslate2 has
+processes of its own: once it has worked, PyTorch in the same process takes
+about one and a half times as long, and nobody would use both in one. Prints
+tokens a second, how many texts are not ours, and ours over each program's
+speed: the median of the rounds' ratios, the least and the largest. Needs an
+otherwise idle machine, and `pip install -r tests/peers.txt -c
+constraints.txt`.
 """
 
 import argparse
 import copy
 import json
+import multiprocessing
 import statistics
 import sys
 import time
@@ -70,14 +74,41 @@ def theirs(write, twin, width):
     return partial(in_batches, lambda src: write(twin, src, width))
 
 
+def serve(pipe, width, *model):
+    """In a process of CTranslate2: answer (rows, batch size) with texts."""
+    twin = peers.ct2(*model)
+    program = theirs(peers.ct2_writes, twin, width)
+    pipe.send("ready")
+    while True:
+        try:
+            pipe.send(program(*pipe.recv()))
+        except EOFError:  # nobody asks any more
+            return
+
+
+def apart(model, width, kind="none"):
+    """CTranslate2 in a process that ends with this one."""
+    start = multiprocessing.get_context("spawn")
+    pipe, end = start.Pipe()
+    facts = width, model, None, kind, torch.get_num_threads()
+    start.Process(target=serve, args=(end, *facts), daemon=True).start()
+    end.close()
+    pipe.recv()
+
+    def program(rows, size):
+        pipe.send((rows, size))
+        return pipe.recv()
+
+    return program
+
+
 def programs(model, width):
     """{name: program} for a model, those first that are in 32 bits."""
     made = {"ours": ours(model, width)}
     if not model.config.norm_first:
         twin = peers.marian(model)
         made["Marian"] = theirs(peers.marian_writes, twin, width)
-    twin = peers.ct2(model, None)
-    made["CTranslate2"] = theirs(peers.ct2_writes, twin, width)
+    made["CTranslate2"] = apart(model, width)
     other = copy.deepcopy(model)
     book.use_int8(other)
     made["ours, int8"] = ours(other, width)
@@ -86,9 +117,7 @@ def programs(model, width):
         import ctranslate2
 
         if kind in ctranslate2.get_supported_compute_types("cpu"):
-            twin = peers.ct2(model, None, kind)
-            program = theirs(peers.ct2_writes, twin, width)
-            made[f"CTranslate2, {name}"] = program
+            made[f"CTranslate2, {name}"] = apart(model, width, kind)
     return made
 
 
@@ -97,6 +126,7 @@ def programs(model, width):
 
 def timed(program, rows, size):
     """(seconds, texts) of one pass."""
+    time.sleep(0.3)  # until the threads of the one before sleep
     began = time.perf_counter()
     texts = program(rows, size)
     return time.perf_counter() - began, texts
