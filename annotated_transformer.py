@@ -16612,7 +16612,8 @@ QUANTIZATIONS = (
 # none of 1,000 differs; with a beam of four and no length penalty, none
 # either. With `--quantization int8` the file has 2.6 MB and not 8.4;
 # greedily 92 translations differ and BLEU goes from 39.23 to 39.21, with the
-# beam 75 differ and it goes from 39.93 to 39.84.
+# beam 75 differ and it goes from 39.93 to 39.84 (commit a72ba45,
+# `results/benchmarks-export.json`).
 #
 # Four rules of decoding are not ours, and no conversion can change that:
 #

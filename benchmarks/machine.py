@@ -20,10 +20,14 @@ def machine():
     if info.exists():
         cpu = re.search(r"model name\s*: (.*)", info.read_text())[1]
     git = ["git", "-C", str(ROOT)]
-    commit = subprocess.run(
-        [*git, "describe", "--always", "--dirty", "--abbrev=7"],
-        capture_output=True, text=True,
-    )  # fmt: skip
+    commit, changed = (
+        subprocess.run([*git, *words], capture_output=True, text=True).stdout
+        for words in (
+            ["rev-parse", "--short=7", "HEAD"],
+            # the figures themselves, just written, are no change of the code
+            ["status", "--porcelain", "-uno", "--", ".", ":!results"],
+        )
+    )
     versions = {}
     for name in ("torch", "sentencepiece", "transformers", "ctranslate2"):
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -34,5 +38,5 @@ def machine():
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "versions": versions,
-        "commit": commit.stdout.strip(),
+        "commit": commit.strip() + "-dirty" * bool(changed),
     }
