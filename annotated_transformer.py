@@ -8014,11 +8014,10 @@ def one_means_after_another():
 # * **Small products together.** A step of attention is thousands of tiny
 #   products: each query with the keys of its own sentence and head. The fused
 #   attention, made for long texts, takes them one by one. MKL, a library that
-#   PyTorch has on most processors, multiplies many pairs of small matrices in
-#   one call. Two such calls, and the softmax between them, take half the time
-#   with heads as narrow as tiny's, a tenth less with base's. (PyTorch asks MKL
-#   from 400 multiplications in a product on. So sixteen places are read at the
-#   least, the empty ones masked.)
+#   PyTorch has on Intel's and AMD's processors, multiplies many pairs of small
+#   matrices in one call, and two such calls, with the softmax between them,
+#   are done sooner. (PyTorch asks MKL from 400 multiplications in a product
+#   on. So sixteen places are read at the least, the empty ones masked.)
 # * **Room ahead.** The kept keys have more room than is filled. A new one is
 #   written into its place, and nothing else moves. Where a sentence has
 #   ended, the last of the others moves in.
@@ -8189,7 +8188,7 @@ class Reader:
 
 
 # %%
-LEAST = 16  # places of keys and values, so that MKL is asked
+LEAST = 16  # places of keys and values: enough for MKL to be asked
 
 
 class Writer:
@@ -16212,7 +16211,7 @@ def speaks_for_all(store):
 # validation, after 57.3 for 20,000 with 5,000; on the test set it is 59.6
 # after 59.3. Seed 0 alone, commit 6be0541; `results/pieces-en-de.json`.)
 #
-# From update 15,000 on the validation loss of that run stands still, at 1.77.
+# From update 15,000 on the validation loss of that run stands still, at 1.78.
 # So it went on with more *dropout* (`--from` it, `--dropout 0.3 --factor 0.7
 # --steps 15000`, seed 0, commit e453012). The loss fell to 1.72, and after
 # 5,000 updates nothing else moved: BLEU stays between 39.1 and 39.6 greedily,

@@ -149,7 +149,7 @@ def test_both_forms_of_a_writers_attention_are_attention(
     Q = draw(3, 2, queries, 32)
     K, V = draw(2, 3, 2, keys + 4, 32)[:, :, :, :keys]  # with room ahead
     mask = torch.rand(3, 1, 1, keys) < 0.7
-    mask[..., 0] = True  # something is to be seen
+    mask[..., 0], mask[0, ..., -1] = True, False  # some of both
     mask = mask if masked else torch.ones_like(mask)
     expected = book.attention(Q, K, V, mask)[0]
     added = book.additive(mask, Q)
@@ -164,6 +164,7 @@ def test_both_forms_of_a_writers_attention_are_attention(
 def test_a_writer_without_mkl_writes_the_same(monkeypatch):
     model = lively_model(3, h=1)
     src = torch.randint(4, 14, (5, 6))
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
     expected = book.greedy(model, src, 20, book.Writer(model).begin)
     monkeypatch.delattr(book, "attention_in_batches")
     with pytest.raises(NameError):  # so it was needed
