@@ -8258,6 +8258,7 @@ class Slots:
         """`source`: what is kept of the sources, each (A, H, S, K)"""
         A, H, _, K = source[0].shape
         self.width, self.filled, room = width, 0, 1 + 15 * width
+        # Zeros, for what is masked is multiplied by 0, and 0 · ∞ is no number.
         self.kept = [x.new_zeros(A, H, room, K) for x in source]
         self.ancestors = source[0].new_full((A, 1, width, room), -math.inf)
         self.itself = torch.eye(width).log().to(self.ancestors)  # 0 and −∞
