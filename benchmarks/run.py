@@ -15,6 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PARTS = ("training", "decoding_peers", "export", "data")
+MODEL = ROOT / "results" / "model-en-de"  # post-norm, as its peers are
 
 
 def options_of(part, args):
@@ -25,8 +26,8 @@ def options_of(part, args):
     if part == "training":
         return [*quick, *rounds, *corpus, "--processes"]
     if part == "decoding_peers":
-        model = ["--model", args.model] if args.model and corpus else []
-        return [*quick, *rounds, *(corpus if model else []), *model]
+        model = ["--model", str(args.model)] if corpus else []
+        return [*quick, *rounds, *corpus, *model]
     if part == "export":
         return [*corpus, *(["--limit", "20"] if args.quick else [])]
     pairs = ["2000"] if args.quick else ["45000", "450000", args.pairs]
@@ -103,7 +104,10 @@ def main(argv=None):
     )
     option = parser.add_argument
     option("--corpus", metavar="CORPUS", help="multi30k, or a folder")
-    option("--model", metavar="DIR", help="a trained post-norm model of it")
+    option(
+        "--model", metavar="DIR", default=MODEL,
+        help="a trained post-norm model of it (results/model-en-de)",
+    )  # fmt: skip
     option(
         "--pairs", default="4500000", metavar="N", help="the largest corpus"
     )

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,11 @@ from tools import results
 
 FILES = sorted(results.RESULTS.glob("multi30k-*.json"))
 MODEL = results.RESULTS / "model-de-en"
+MODELS = sorted(results.RESULTS.glob("model-*"))
+COMMANDS = (
+    "python annotated_transformer.py train",
+    "torchrun --nproc-per-node=2 annotated_transformer.py train",
+)
 
 
 def test_the_tables_are_those_of_the_results():
@@ -33,7 +39,7 @@ def test_a_stale_table_is_noticed(tmp_path, monkeypatch):
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_each_result_says_where_it_comes_from(path):
     facts = json.loads(path.read_text(encoding="utf-8"))
-    assert facts["command"].startswith("python annotated_transformer.py")
+    assert facts["command"].startswith(COMMANDS)
     assert len(facts["commit"]) >= 7
     assert facts["device"] and facts["minutes"] > 0
     assert facts["seed"] == facts["recipe"]["seed"]
@@ -45,13 +51,16 @@ def test_each_result_says_where_it_comes_from(path):
         assert 0 < measured["bleu_cased"] <= measured["bleu"] < 100
 
 
-def test_the_published_model_is_small_and_only_tensors():
-    assert (MODEL / "weights.pt").stat().st_size <= 6_000_000
-    state = torch.load(MODEL / "weights.pt", weights_only=True)
+@pytest.mark.parametrize("folder", MODELS, ids=lambda path: path.name)
+def test_a_published_model_is_small_and_only_tensors(folder):
+    assert (folder / "weights.pt").stat().st_size <= 6_000_000
+    state = torch.load(folder / "weights.pt", weights_only=True)
     assert {w.dtype for w in state.values()} == {torch.float16}
-    facts = book.load_description(MODEL)
+    facts = book.load_description(folder)
     assert facts["corpus"] == "multi30k"
-    assert (MODEL / "README.md").is_file()
+    src, tgt = facts["languages"]
+    assert folder.name == f"model-{src}-{tgt}"
+    assert (folder / "README.md").is_file()
 
 
 def test_the_book_finds_it_and_does_without(tmp_path, monkeypatch, capsys):
@@ -65,7 +74,20 @@ def test_the_book_finds_it_and_does_without(tmp_path, monkeypatch, capsys):
     assert book.a_beam_on_a_caption() is None
 
 
-def test_it_translates_in_a_fresh_process_without_network(tmp_path):
+SAYINGS = {
+    "model-de-en": (
+        ("Ein Mann schläft auf einem Sofa.", "man", "couch|sofa"),
+        ("Zwei Hunde spielen im Schnee.", "two dogs", "snow"),
+    ),
+    "model-en-de": (
+        ("A man is sleeping on a couch.", "mann", "schläft"),
+        ("Two dogs are playing in the snow.", "zwei hunde", "schnee"),
+    ),
+}
+
+
+@pytest.mark.parametrize("folder", MODELS, ids=lambda path: path.name)
+def test_it_translates_in_a_fresh_process_without_network(folder, tmp_path):
     blocked = tmp_path / "blocked.py"
     blocked.write_text(
         "import runpy, socket, sys\n"
@@ -77,25 +99,29 @@ def test_it_translates_in_a_fresh_process_without_network(tmp_path):
         encoding="utf-8",
     )
     script = Path(book.__file__).resolve()
+    sayings = SAYINGS[folder.name]
     done = subprocess.run(
-        [sys.executable, blocked, script, "translate", "--model", MODEL,
-         "Ein Mann schläft auf einem Sofa.", "Zwei Hunde spielen im Schnee."],
+        [sys.executable, blocked, script, "translate", "--model", folder,
+         *(text for text, *_ in sayings)],
         capture_output=True, text=True, encoding="utf-8", timeout=120,
         cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    man, dogs = done.stdout.lower().splitlines()
-    assert "man" in man and ("couch" in man or "sofa" in man)
-    assert "two dogs" in dogs and "snow" in dogs
+    answers = done.stdout.lower().splitlines()
+    for (_, *parts), answer in zip(sayings, answers, strict=True):
+        for part in parts:
+            assert re.search(part, answer), (part, answer)
 
 
-def test_it_scores_what_its_card_says(data):
-    pairs = book.corpus_part(str(data / "multi30k"), "val", "de", "en")
-    translator = book.load_translator(MODEL)
+@pytest.mark.parametrize("folder", MODELS, ids=lambda path: path.name)
+def test_it_scores_what_its_card_says(folder, data):
+    translator = book.load_translator(folder)
+    languages = translator.src, translator.tgt
+    pairs = book.corpus_part(str(data / "multi30k"), "val", *languages)
     facts, _ = book.measure(translator, pairs, beam=4, alpha=1.5)
     row = next(
         line
-        for line in (MODEL / "README.md").read_text("utf-8").splitlines()
+        for line in (folder / "README.md").read_text("utf-8").splitlines()
         if line.startswith("| `val` |")
     )
     assert abs(float(row.split("|")[2]) - facts["bleu"]) < 0.3
