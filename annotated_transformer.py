@@ -15505,6 +15505,9 @@ def train_translator(run, train, val, recipe, folder, options):
     updates = training(
         run.model, batches, recipe, run.optimizer, run.step, gradient
     )
+    if run.step >= recipe.steps and from_first(partial(no_mean, folder, run)):
+        validate_average(run, val, folder, log, options)
+        run.save(folder)
     losses = []
     for update in progress(updates, recipe, run.step) if first() else updates:
         if run.moving:
@@ -15572,6 +15575,12 @@ def keep_snapshot(run, folder, number):
 
 
 # %% tags=["plumbing"]
+def no_mean(folder, run):
+    """Whether the log has no mean at this step: the run was cut short."""
+    means = [e for e in read_log(folder) if "average_val_bleu" in e]
+    return not any(entry["step"] == run.step for entry in means)
+
+
 def validate_average(run, val, folder, log, options):
     """Validate the mean of the last snapshots; keep it if it is best."""
     found = from_first(lambda: sorted(folder.glob("weights-*.pt")))

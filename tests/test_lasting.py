@@ -325,6 +325,40 @@ def test_the_mean_of_the_snapshots_is_a_candidate(
     assert (entry["step"], entry["average_val_bleu"]) == (4, 10)
 
 
+class Killed(BaseException):
+    """In place of a signal."""
+
+
+def test_a_run_cut_short_has_its_mean_examined_too(
+    few, small, tmp_path, monkeypatch
+):
+    out, details = tmp_path / "out", [*PLAIN, "--average", 2]
+    save = book.Run.save
+
+    def save_and_die(run, folder):
+        save(run, folder)
+        if run.step == 3:
+            raise Killed
+
+    script_bleu(monkeypatch, [5, 9, 7])
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(book.Run, "save", save_and_die)
+        trained(few, out, 5, *details)
+    script_bleu(monkeypatch, [10])
+    resume(few, out, 3, *details)
+    [entry] = [e for e in book.read_log(out) if "average_val_bleu" in e]
+    assert (entry["step"], entry["average_val_bleu"]) == (3, 10)
+    two, three = (
+        torch.load(out / f"weights-{n:06}.pt", weights_only=True)
+        for n in (2, 3)
+    )
+    mean = {name: (two[name].double() + three[name]) / 2 for name in two}
+    for name, weight in weights(out).items():
+        torch.testing.assert_close(weight.double(), mean[name])
+    script_bleu(monkeypatch, [])  # a second time, nothing is examined
+    resume(few, out, 3, *details)
+
+
 def test_with_a_moving_average_that_is_what_is_kept(
     few, small, tmp_path, monkeypatch
 ):
