@@ -16146,8 +16146,8 @@ def speaks_for_all(store):
 # to write captions and hardly to look at the source (15 on validation; seed 0,
 # commit `e453012`).
 #
-# **What to expect on the way**, from the log of the English-German run with
-# seed 0, on two cores (greedy, moving average; the rate falls to 0 only at
+# **What to expect on the way**, from the log of the first English-German line,
+# on two cores (greedy, moving average; the rate falls to 0 only at
 # the end, so a shorter run planned as such, with `--steps`, does better than
 # a long one that is cut off):
 #
