@@ -83,6 +83,10 @@ SAYINGS = {
         ("A man is sleeping on a couch.", "mann", "schläft"),
         ("Two dogs are playing in the snow.", "zwei hunde", "schnee"),
     ),
+    "model-en-fr": (
+        ("A man is sleeping on a couch.", "homme", "dort"),
+        ("Two dogs are playing in the snow.", "deux chiens", "neige"),
+    ),
 }
 
 
