@@ -100,7 +100,6 @@ def record(args):
 
 CARD = ROOT / "tools" / "model-card.md"
 NAMES = {"de": "German", "en": "English", "fr": "French"}
-SOURCES = {"fr": "Elliott et al., 2016, and for French 2017"}
 
 
 def publish(args):
@@ -133,8 +132,8 @@ def publish(args):
     card = CARD.read_text(encoding="utf-8").format(
         src_name=NAMES[again.src],
         tgt_name=NAMES[again.tgt],
-        source=SOURCES.get(again.src)
-        or SOURCES.get(again.tgt, "Elliott et al., 2016"),
+        source="Elliott et al., 2016"
+        + (", and for French 2017" if "fr" in languages else ""),
         N=config.N,
         d_model=config.d_model,
         pieces=config.src_vocab,
