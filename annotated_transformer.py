@@ -16151,13 +16151,14 @@ def speaks_for_all(store):
 #
 # Fourteen minutes more, with a rate that falls to 0 (the fourth line: `--from
 # results/model-en-de --preset tiny --batch-tokens 8192 --half --decay linear
-# --warmup 100 --factor 0.2 --ema 0.995 --steps 1000`, commit `776aebc`), raised
-# the validation loss a little, from 1.649 to 1.654. Greedily BLEU fell to
-# 40.3, with the beam it rose to 41.9, and on the test set it is 39.9, 0.9 less
-# than before. sacreBLEU's paired bootstrap (`sacrebleu --paired-bs`; Koehn,
-# 2004) gives p = 0.13 for the gain on validation, which chance explains well
-# enough, and p = 0.005 for the loss on the test set. So a third of a point of
-# validation is nothing to choose by, and the model of before stays published.
+# --warmup 100 --factor 0.2 --ema 0.995 --steps 1000`, commit `776aebc`),
+# raised the validation loss a little, from 1.649 to 1.654. Greedily BLEU fell
+# to 40.3, with the beam it rose to 41.9, and on the test set it is 39.9, 0.9
+# less than before. sacreBLEU's paired bootstrap (`sacrebleu --paired-bs`;
+# Koehn, 2004) gives p = 0.13 for the gain on validation, which chance explains
+# well enough, and p = 0.005 for the loss on the test set. So a third of a
+# point of validation is nothing to choose by, and the model of before stays
+# published.
 #
 # From English to French, with `--tgt fr --decay linear --steps 6500` (the rate
 # falls to 0; 103 minutes), validation finds 17.2 after 1,000 updates, 50.1
