@@ -15350,8 +15350,10 @@ def saved_description(folder):
 # %% [markdown]
 # The log is a text file, `log.jsonl`: one JSON object a line, which pandas
 # reads by `pd.read_json(path, lines=True)`. It has the mean loss of every
-# twenty updates (at the end and after a resume it may be of fewer), and what
-# each validation gave.
+# twenty updates (at the end and after a resume it may be of fewer): `loss`,
+# smoothed and with dropout. And it has what each validation gave: `val_bleu`,
+# `val_loss`, and `train_loss`, which is measured like the one before, but on
+# training text.
 
 
 # %% tags=["plumbing"]
@@ -15411,11 +15413,28 @@ def read_log(folder):
 # 1,000 pairs), freely. That shows what the loss does not; and it decides
 # which weights are kept: `weights.pt` is always the best so far. The test
 # set plays no part in this.
+#
+# **Asked often:** why is the training loss above the validation loss? Since
+# they are not measured alike: the training loss is smoothed, and of a model
+# with dropout; the loss on validation is neither. To see whether a model only
+# learns its text by heart, ask of both texts the same. So a thousand training
+# pairs, spread over the whole, are measured as the validation pairs are.
+# While both losses fall, the model learns; when that of the training text
+# falls alone, it learns by heart.
 
 
 # %%
-def validate(run, val, folder, log, say, averaged=0):
-    """Translate the validation set; keep the weights if none were better."""
+def spread(pairs, number=1000):
+    """At most `number` of the pairs, at equal distances."""
+    number = min(number, len(pairs))
+    return [pairs[i * len(pairs) // number] for i in range(number)]
+
+
+def validate(run, known, val, folder, log, say, averaged=0):
+    """Translate the validation set; keep the weights if none were better.
+
+    `known`: some encoded training pairs, whose loss is measured as well.
+    """
     val = val[:1000]
     sources, references = [x for x, _ in val], [y for _, y in val]
     moving = run.moving.inside(run.model) if run.moving else None
@@ -15428,17 +15447,23 @@ def validate(run, val, folder, log, say, averaged=0):
         better, run.best = score >= run.best, max(score, run.best)
         if not first():
             return outputs
-        loss = math.log(perplexity(run.model, encode_all(run.translator, val)))
+        new = encode_all(run.translator, val)
+        loss, by_heart = (
+            math.log(perplexity(run.model, pairs)) for pairs in (new, known)
+        )
         if better:
             facts = {**run.description, "step": run.step, "val_bleu": score}
             save_translator(run.translator, folder, **facts)
     what = f"update {run.step:,}"
+    values = {"val_loss": loss, "val_bleu": score, "train_loss": by_heart}
     if averaged:
         what = f"mean of the last {averaged} checkpoints"
-        log.write(run.step, average_val_loss=loss, average_val_bleu=score)
-    else:
-        log.write(run.step, val_loss=loss, val_bleu=score)
-    say(f"{what}: validation BLEU {score:.2f}, loss {loss:.3f}")
+        values = {f"average_{name}": x for name, x in values.items()}
+    log.write(run.step, **values)
+    say(
+        f"{what}: validation BLEU {score:.2f}, loss {loss:.3f} "
+        f"({by_heart:.3f} on training text)"
+    )
     return outputs
 
 
@@ -15505,8 +15530,9 @@ def train_translator(run, train, val, recipe, folder, options):
     updates = training(
         run.model, batches, recipe, run.optimizer, run.step, gradient
     )
+    known = spread(train)
     if run.step >= recipe.steps and from_first(partial(no_mean, folder, run)):
-        validate_average(run, val, folder, log, options)
+        validate_average(run, known, val, folder, log, options)
         run.save(folder)
     losses = []
     for update in progress(updates, recipe, run.step) if first() else updates:
@@ -15528,10 +15554,10 @@ def train_translator(run, train, val, recipe, folder, options):
             )  # fmt: skip
             losses.clear()
         if last or update.step % options["save_every"] == 0:
-            show(validate(run, val, folder, log, say), val, say)
+            show(validate(run, known, val, folder, log, say), val, say)
             keep_snapshot(run, folder, options["average"])
             if last:
-                validate_average(run, val, folder, log, options)
+                validate_average(run, known, val, folder, log, options)
             run.save(folder)
     log.close()
     return run
@@ -15582,7 +15608,7 @@ def no_mean(folder, run):
     return not any(entry["step"] == run.step for entry in means)
 
 
-def validate_average(run, val, folder, log, options):
+def validate_average(run, known, val, folder, log, options):
     """Validate the mean of the last snapshots; keep it if it is best."""
     found = from_first(lambda: sorted(folder.glob("weights-*.pt")))
     there = found[-options["average"] :]
@@ -15593,7 +15619,7 @@ def validate_average(run, val, folder, log, options):
     now = {k: v.clone() for k, v in run.model.state_dict().items()}
     run.model.load_state_dict(mean)
     moving, run.moving = run.moving, None
-    validate(run, val, folder, log, options["say"], len(there))
+    validate(run, known, val, folder, log, options["say"], len(there))
     run.model.load_state_dict(now)
     run.moving = moving
 
@@ -17548,23 +17574,32 @@ def diversified(texts, made, side, language):
 
 
 # %% [markdown]
-# `curves` draws the log of a run as a picture, an SVG, PNG or HTML file:
+# `curves` draws the log of a run as a picture, an SVG, PNG or HTML file. (Runs
+# of earlier versions of this book have no `train_loss`.)
 
 
 # %% tags=["plumbing"]
 def training_curves(folder):
-    """Loss and validation BLEU of a run, from its log.jsonl."""
+    """Losses and validation BLEU of a run, from its log.jsonl."""
     alt, log = altair(), read_log(folder)
     losses = [line for line in log if "loss" in line]
     scores = [line for line in log if "val_bleu" in line]
     if not losses:
         raise InputError(f"{folder}: no log.jsonl of a training run")
-    steps = [line["step"] for line in losses]
-    curves = {"training": (steps, [line["loss"] for line in losses])}
+    names = {
+        "loss": "training, smoothed, with dropout",
+        "train_loss": "training text",
+        "val_loss": "validation",
+    }
+    curves = {}
+    for name, what in names.items():
+        there = [(line["step"], line[name]) for line in log if name in line]
+        if there:
+            curves[what] = tuple(zip(*there))
     charts = [
         line_chart(
-            curves, "update", "smoothed loss per token", "Loss",
-            "Line chart: the training loss by update.",
+            curves, "update", "loss per token", "Loss",
+            f"Line chart by update, of the loss: {'; '.join(curves)}.",
         )
     ]  # fmt: skip
     if scores:
@@ -17575,7 +17610,7 @@ def training_curves(folder):
             "Line chart: BLEU of the validation set by update.",
         )  # fmt: skip
         charts.append(chart.mark_line(point=True, strokeWidth=2.5))
-    return alt.hconcat(*charts)
+    return alt.hconcat(*charts).resolve_scale(x="shared")
 
 
 # %% [markdown]

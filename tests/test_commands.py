@@ -680,6 +680,33 @@ def test_curves_are_drawn_from_the_log(capsys, model, tmp_path, ending, start):
     assert path.read_bytes().lstrip().startswith(start)
 
 
+def test_curves_have_a_line_for_each_loss_of_the_log(tmp_path):
+    lines = [
+        {"step": 20, "loss": 4.0},
+        {"step": 20, "val_loss": 3.5, "val_bleu": 7.0, "train_loss": 3.0},
+        {"step": 40, "loss": 3.0},
+        {"step": 40, "val_loss": 3.2, "val_bleu": 9.0, "train_loss": 2.0},
+    ]
+    text = "".join(f"{json.dumps(line)}\n" for line in lines)
+    (tmp_path / "log.jsonl").write_text(text, encoding="utf-8")
+    drawn = book.training_curves(tmp_path).to_dict()
+    drawn = [
+        {(row["line"], row["x"]): row["y"] for row in rows}
+        for rows in drawn["datasets"].values()
+    ]
+    losses, scores = sorted(drawn, key=len, reverse=True)
+    smoothed = "training, smoothed, with dropout"
+    assert losses == {
+        (smoothed, 20): 4,
+        (smoothed, 40): 3,
+        ("training text", 20): 3,
+        ("training text", 40): 2,
+        ("validation", 20): 3.5,
+        ("validation", 40): 3.2,
+    }
+    assert scores == {("validation", 20): 7, ("validation", 40): 9}
+
+
 @pytest.mark.parametrize("name", ["curves.doc", "curves"])
 def test_a_picture_of_another_kind_is_refused(capsys, model, tmp_path, name):
     arguments = ["curves", "--model", model, "--out", tmp_path / name]

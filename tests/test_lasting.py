@@ -408,6 +408,33 @@ def test_the_log_says_what_happened(few, small, tmp_path):
     assert all(e["val_loss"] > 0 for e in entries if "val_bleu" in e)
 
 
+@pytest.mark.parametrize("levers", [(), ("--ema", 0.5)])
+def test_training_text_is_measured_like_validation(
+    few, small, tmp_path, levers
+):
+    options = "--save-every", 2, "--average", 1, *levers
+    out = trained(few, tmp_path / "out", 6, *options)
+    best = book.load_description(out)["step"]
+    entries = [e for e in book.read_log(out) if "val_bleu" in e]
+    [entry] = [e for e in entries if e["step"] == best]
+    translator = book.load_translator(out)
+    for part, name in (("train", "train_loss"), ("val", "val_loss")):
+        files = [few / f"{part}.{language}" for language in ("de", "en")]
+        texts = zip(*(f.read_text("utf-8").splitlines() for f in files))
+        pairs = book.encode_all(translator, list(texts))
+        expected = math.log(book.perplexity(translator.model, pairs))
+        assert math.isclose(entry[name], expected, rel_tol=1e-5)
+    assert entry["train_loss"] != entry["val_loss"]
+
+
+def test_pairs_that_are_measured_are_spread_over_the_whole():
+    assert book.spread(range(10), 4) == [0, 2, 5, 7]
+    assert book.spread("abc") == ["a", "b", "c"]
+    assert book.spread([]) == []
+    chosen = book.spread(range(4_500_001))
+    assert len(set(chosen)) == 1000 and chosen[-1] > 4_490_000
+
+
 def test_steps_of_the_log_never_go_back(few, small, tmp_path):
     out = trained(few, tmp_path / "out", 4, *LEVERS)
     with (out / "log.jsonl").open("a", encoding="utf-8") as file:
