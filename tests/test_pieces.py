@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import random
 import re
 import subprocess
@@ -338,3 +339,40 @@ def test_in_use_words_are_cut_as_always(german):
     cut = german.split(text)
     spellings(german, 0)
     assert all(german.split(text) == cut for _ in range(20))
+
+
+@pytest.mark.parametrize("dropout", [0.1, 0.5])
+def test_the_chance_of_the_usual_cut_is_how_often_it_comes(german, dropout):
+    rank, draw, times = german.src_vocab.rank, random.Random(0), 2000
+    words = {f"▁{word}" for text, _ in GERMAN[:5] for word in text.split()}
+    for word in words:
+        usual = book.merge_letters(word, rank)
+        often = sum(
+            book.merge_letters(word, rank, dropout, draw) == usual
+            for _ in range(times)
+        )
+        p = book.chance_of_the_usual_cut(word, rank, dropout)
+        allowed = 5 * math.sqrt(p * (1 - p) / times) + 1 / times
+        assert abs(often / times - p) <= allowed, word
+
+
+def test_the_chance_of_the_usual_cut_by_hand():
+    rank = {"ab": 0, "bc": 1, "abc": 2}
+    chance = book.chance_of_the_usual_cut
+    assert chance("xyz", rank, 0.3) == 1  # nothing to merge
+    assert math.isclose(chance("ab", rank, 0.3), 0.7)
+    # ab first, and then abc; or ab passed over, bc first, and then abc
+    by_hand = 0.7 * 0.7 + 0.3 * 0.7 * 0.7
+    assert math.isclose(chance("abc", rank, 0.3), by_hand)
+    del rank["abc"]  # now only the first way leads to ab, c
+    assert math.isclose(chance("abc", rank, 0.3), 0.7)
+    assert chance("abc", rank, 0.0) == 1
+
+
+def test_many_spellings_cost_a_perfect_model_something(german):
+    texts = [text for text, _ in GERMAN[:20]]
+    prices = [
+        book.price_of_other_cuts(german.src_vocab, texts, dropout)
+        for dropout in (0.0, 0.1, 0.2)
+    ]
+    assert prices[0] == 0 < prices[1] < prices[2] < 2

@@ -63,6 +63,16 @@ def test_a_published_model_is_small_and_only_tensors(folder):
     assert (folder / "README.md").is_file()
 
 
+@pytest.mark.parametrize("folder", MODELS, ids=lambda path: path.name)
+def test_a_card_names_the_whole_training(folder):
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    *_, last = re.findall(r"^.*annotated_transformer.py train .*$", card, re.M)
+    facts = [json.loads(path.read_text("utf-8")) for path in FILES]
+    [result] = [result for result in facts if result["command"] == last]
+    places = [card.index(s["command"]) for s in results.stages(result)]
+    assert places == sorted(places)
+
+
 def test_the_book_finds_it_and_does_without(tmp_path, monkeypatch, capsys):
     assert book.published_model().resolve() == MODEL
     monkeypatch.chdir(tmp_path)
@@ -72,6 +82,7 @@ def test_the_book_finds_it_and_does_without(tmp_path, monkeypatch, capsys):
     assert "train --corpus multi30k" in capsys.readouterr().out
     assert book.attention_on_captions() is None
     assert book.a_beam_on_a_caption() is None
+    assert book.how_it_learned() is None
 
 
 SAYINGS = {

@@ -11,6 +11,9 @@ python tools/results.py averaging RUN --corpus DIR --command TEXT
     --commit HASH            the last weights, their mean, and the best
 python tools/results.py levers FOLDER --commit HASH --device TEXT
                              collect the short runs below FOLDER
+python tools/results.py heart FOLDER... --corpus DIR --commit HASH
+    --device TEXT            models on their own training text, greedily, and
+                             on the validation set
 python tools/results.py tables
                              write the tables in README and book anew
 python tools/results.py check
@@ -102,6 +105,21 @@ CARD = ROOT / "tools" / "model-card.md"
 NAMES = {"de": "German", "en": "English", "fr": "French"}
 
 
+def stages(result):
+    """Return the results of a training, first that which it began with."""
+    if "before" not in result:
+        return [result]
+    return [*stages(read(result["before"])), result]
+
+
+STAGE = """```sh
+{command}
+```
+
+at commit `{commit}`, seed {seed}, {steps:,} updates in {minutes:.0f} minutes \
+on {device}"""
+
+
 def publish(args):
     """Write the model of a run in 16 bits, without the path it came from."""
     run, folder = Path(args.run), Path(args.folder)
@@ -141,8 +159,9 @@ def publish(args):
         folder=folder.name,
         example=pairs[0][0],
         size=(folder / "weights.pt").stat().st_size / 1e6,
-        **{k: result[k] for k in ("command", "commit", "device", "seed",
-                                  "steps", "minutes")},
+        training=",\nand from there by\n\n".join(
+            STAGE.format(**stage) for stage in stages(result)
+        ),
         **{k: m[k] for k in ("beam", "signature", "signature_cased",
                              "chrf_signature", "parameters", "alpha")},
     )  # fmt: skip
@@ -210,6 +229,24 @@ def levers(args):
     write_json(RESULTS / "levers.json", facts)
 
 
+def heart(args):
+    """Measure models on the text that they learned, and on new text."""
+    rows = []
+    for folder in args.folders:
+        translator = book.load_translator(Path(folder))
+        languages = translator.src, translator.tgt
+        row = {"model": Path(folder).name, "direction": "-".join(languages)}
+        for part in ("train", "val"):
+            row[part], _ = book.measure(
+                translator,
+                book.corpus_part(args.corpus, part, *languages),
+                beam=1,
+            )
+        rows.append(row)
+    facts = {"commit": args.commit, "device": args.device, "rows": rows}
+    write_json(RESULTS / "by-heart.json", facts)
+
+
 def read(name):
     """Return a result, or None where it was not measured."""
     path = RESULTS / f"{name}.json"
@@ -225,10 +262,9 @@ def spread(values):
 
 
 def with_before(result, word):
-    """Return word(result); where it went on from another, both."""
-    if "before" not in result:
-        return f"{word(result)}"
-    return f"{word(read(result['before']))}+{word(result)}"
+    """Return word(result); where it went on from others, of all of them."""
+    words = [f"{word(stage)}" for stage in stages(result)]
+    return words[0] if len(set(words)) == 1 else "+".join(words)
 
 
 def cores(result):
@@ -267,10 +303,10 @@ def multi30k_table():
             for word in (
                 lambda r: r["seed"],
                 lambda r: with_before(r, cores),
-                lambda r: with_before(r, lambda r: round(r["minutes"])),
+                lambda r: round(sum(s["minutes"] for s in stages(r))),
             )
         )
-        steps = with_before(runs[0], lambda r: thousands(r["steps"]))
+        steps = with_before(runs[0], lambda r: f"{r['steps'] / 1000:g}") + "k"
         pieces = thousands(runs[0]["config"]["src_vocab"])
         commits.append(with_before(runs[0], lambda r: f"`{r['commit']}`"))
         lines.append(
@@ -332,6 +368,22 @@ def averaging_table():
     for row in read("averaging")["rows"]:
         score, loss = row["val_bleu"], row["val_loss"]
         lines.append(f"| {row['weights']} | {score:.2f} | {loss:.3f} |")
+    return lines
+
+
+def heart_table():
+    """Return the lines of what models know by heart."""
+    lines = [
+        "| model | loss, seen text | new text | BLEU, seen text | new text |",
+        "|---|---|---|---|---|",
+    ]
+    for row in read("by-heart")["rows"]:
+        cells = [
+            f"{row[part][name]:{digits}}"
+            for name, digits in (("loss", ".2f"), ("bleu", ".1f"))
+            for part in ("train", "val")
+        ]
+        lines.append(f"| `{row['model']}` | {' | '.join(cells)} |")
     return lines
 
 
@@ -431,6 +483,7 @@ TABLES = {
     "multi30k": multi30k_table,
     "expect": expect_table,
     "averaging": averaging_table,
+    "by heart": heart_table,
     "levers": levers_table,
     "full length": full_length_table,
     "speed": speed_table,
@@ -495,11 +548,15 @@ def main():
     sub.add_argument("folder")
     sub.add_argument("--commit", required=True)
     sub.add_argument("--device", required=True)
+    sub = commands.add_parser("heart")
+    sub.add_argument("folders", nargs="+", metavar="FOLDER")
+    for option in ("corpus", "commit", "device"):
+        sub.add_argument(f"--{option}", required=True)
     commands.add_parser("tables")
     commands.add_parser("check")
     args = parser.parse_args()
     name = args.name_of_command
-    if name in ("record", "publish", "averaging", "levers"):
+    if name in ("record", "publish", "averaging", "heart", "levers"):
         globals()[name](args)
     elif name == "tables":
         print("written:", *tables(write=True))
