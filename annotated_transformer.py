@@ -15499,7 +15499,11 @@ def training_curves(folder):
             "Line chart: BLEU of the validation set by update.",
         )  # fmt: skip
         charts.append(chart.mark_line(point=True, strokeWidth=2.5))
-    return alt.hconcat(*charts).resolve_scale(x="shared")
+    return alt.hconcat(
+        *charts,
+        description="Line charts of a training run, by update: the losses, "
+        "and the BLEU of the validation set.",
+    ).resolve_scale(x="shared")
 
 
 # %% [markdown]
