@@ -15499,11 +15499,12 @@ def training_curves(folder):
             "Line chart: BLEU of the validation set by update.",
         )  # fmt: skip
         charts.append(chart.mark_line(point=True, strokeWidth=2.5))
-    return alt.hconcat(
-        *charts,
+    drawn = alt.hconcat(
+        *(chart.properties(width=235, height=200) for chart in charts),
         description="Line charts of a training run, by update: the losses, "
         "and the BLEU of the validation set.",
-    ).resolve_scale(x="shared")
+    )
+    return drawn.resolve_scale(x="shared").configure_legend(orient="bottom")
 
 
 # %% [markdown]
@@ -16541,8 +16542,8 @@ def how_it_learned():
 # <!-- end of by heart -->
 #
 # (Seen are all 29,000 pairs: `evaluate --split train --beam 1`; commit
-# `6b986a7`.) What they have seen they know far better than what they have not:
-# they *overfit*, as models do that get 29,000 captions again and again, the
+# `6b986a7`.) What they have seen they know far better than what they have not.
+# This *overfitting* comes of reading 29,000 captions again and again, the
 # French one more than a hundred times. (The log of a run of now has the loss
 # of training text as a third line. That of the French model is older.)
 #
