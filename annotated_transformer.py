@@ -122,6 +122,7 @@
 # * Is the decoder parallel in training and in use, and why mask when it
 #   writes? *Greedy decoding*
 # * Why is my BLEU below the paper's? *How good is it? BLEU*
+# * Why is the training loss above the validation loss? *Training that lasts*
 #
 # </details>
 
@@ -15501,6 +15502,7 @@ def training_curves(folder):
         charts.append(chart.mark_line(point=True, strokeWidth=2.5))
     drawn = alt.hconcat(
         *(chart.properties(width=235, height=200) for chart in charts),
+        title="How a run went",
         description="Line charts of a training run, by update: the losses, "
         "and the BLEU of the validation set.",
     )
