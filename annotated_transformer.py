@@ -13475,16 +13475,16 @@ def one_word_in_many_spellings():
 
 
 # %% [markdown]
-# The loss of such a model can't be compared with that of others. It knows that
-# a word may be cut in many ways, and gives the usual one its share p of the
-# probability, no more. On validation, where words are cut as usual, that costs
-# −ln p a word, however well it translates. And p is known without a model. Of
-# k merges that are possible, in the order of their rank, the j-th is made if
-# it is not passed over and the j − 1 before it are; with all k passed over,
-# the word stays as it is. So p is a sum over all ways to the usual cut:
+# The loss of such a model can't be compared with that of others. Even one that
+# knew which word comes next would expect the usual way to cut it only with
+# that way's probability p. On validation, where words are cut as usual, it
+# would lose −ln p a word. And p is known without a model. Of k merges that are
+# possible, in the order of their rank, the j-th is made if it is not passed
+# over and the j − 1 before it are; with all k passed over, the word stays as
+# it is. So p is a sum over all ways to the usual cut. (The cell adds them up.)
 
 
-# %%
+# %% tags=["plumbing"]
 def chance_of_the_usual_cut(word, rank, dropout):
     """The probability that `merge_letters` gives what it does without."""
     usual = tuple(merge_letters(word, rank))
@@ -15464,8 +15464,7 @@ def read_log(folder):
 
 
 # %% [markdown]
-# And drawn, here or by `curves --model runs/en-de --out curves.svg`. (Runs of
-# earlier versions of this book have no `train_loss`.)
+# And drawn, here or by `curves --model runs/en-de --out curves.svg`:
 
 
 # %% tags=["plumbing"]
@@ -16227,12 +16226,13 @@ def speaks_for_all(store):
 # test set, `test_2016_flickr`, once, with a beam of four.
 #
 # BLEU ignores case and cuts words by sacreBLEU's rules 13a; *cased* minds the
-# case; chrF counts runs of letters instead of words. Minutes are those of the
-# updates alone. *Cores* are those that a run had; where it is 1, the other
-# was busy with something else (and the English-French run of 5,000 pieces had
-# to share even that one at times). The file of each row in `results/` has its
-# command. An earlier English-French run (commit `8431fbd`: dropout 0.15,
-# 12,000 updates, products in 32 bits) got 58.7.
+# case; chrF counts runs of letters instead of words. Where the steps are a
+# sum, a run went on from another, and the minutes are of all. Minutes are
+# those of the updates alone. *Cores* are those that a run had; where it is 1,
+# the other was busy with something else (and the English-French run of 5,000
+# pieces had to share even that one at times). The file of each row in
+# `results/` has its command. An earlier English-French run (commit `8431fbd`:
+# dropout 0.15, 12,000 updates, products in 32 bits) got 58.7.
 #
 # <!-- multi30k: tools/results.py -->
 #
@@ -16305,21 +16305,24 @@ def speaks_for_all(store):
 # validation is nothing to choose by.
 #
 # **BPE-dropout**, at length. The third line's model knows its training text
-# far better than new text (*Learned by heart*, below). So it went on with
-# words cut anew in each epoch, for 95 minutes (`--from runs/en-de-tiny
-# --preset tiny --batch-tokens 8192 --half --bpe-dropout 0.1 --decay linear
-# --warmup 500 --factor 0.76 --ema 0.999 --steps 5500`), and then for seven
-# with words cut as usual (`--from` there, `--preset tiny --batch-tokens 8192
-# --half --decay linear --warmup 50 --factor 0.04 --ema 0.99 --steps 500`; seed
-# 0, commit `6b986a7`, `results/spellings-en-de.json`). That is the fifth line.
+# far better than new text (*Learned by heart*, below). So it went on, from
+# weights in 16 bits, with words cut anew in each epoch, for 95 minutes
+# (`--from runs/en-de-tiny --preset tiny --batch-tokens 8192 --half
+# --bpe-dropout 0.1 --decay linear --warmup 500 --factor 0.76 --ema 0.999
+# --steps 5500`; of its weights those of update 3,500 were best), and then for
+# seven with words cut as usual (`--from` there, `--preset tiny --batch-tokens
+# 8192 --half --decay linear --warmup 50 --factor 0.04 --ema 0.99 --steps 500`;
+# seed 0, commit `6b986a7`, `results/spellings-en-de.json`). That is the fifth
+# line.
 #
-# The first part brought the validation loss from 1.649 to 1.628, though other
-# cuts must cost about 0.14 of it; the second part, to 1.562. BLEU does not
-# follow: with the beam it is 41.9 on validation after 41.5 (p = 0.15), on the
-# test set 40.4 after 40.8 (p = 0.10). chrF rises on both, from 64.3 to 64.7 (p
-# = 0.05) and from 64.6 to 65.1 (p = 0.02). A model that doubts less, then, and
-# that translates about as well. It was chosen on validation, before the test
-# set was translated, and is the one in `results/model-en-de` now.
+# The first part brought the validation loss from 1.649 to 1.628, though the
+# price of other cuts is in it, for a perfect model 0.14; the second part, to
+# 1.562. BLEU does not follow: with the beam it is 41.9 on validation after
+# 41.5 (p = 0.15), on the test set 40.4 after 40.8 (p = 0.10). chrF rises on
+# both, from 64.3 to 64.7 (p = 0.05) and from 64.6 to 65.1 (p = 0.02). A model
+# that doubts less, then, and that translates about as well. It was chosen on
+# validation, before the test set was translated, and is the one in
+# `results/model-en-de` now.
 #
 # From English to French, with `--tgt fr --decay linear --steps 6500` (the rate
 # falls to 0; 103 minutes), validation finds 17.2 after 1,000 updates, 50.1
@@ -16526,11 +16529,10 @@ def how_it_learned():
 
 # %% [markdown]
 # **What to notice.** In the last 1,500 updates the training loss still falls
-# by 0.1, and the validation loss no longer. And yet the training loss is the
-# higher of the two. It would be a mistake to take that for a reserve: it is
-# smoothed, and of a model with dropout. Measured alike, without either, and
-# all translated greedily, on the text that a model has seen and on that of
-# validation:
+# by 0.1, and the validation loss no longer. (The training loss is the higher
+# of the two only because of smoothing and dropout; see *Training that lasts*.)
+# Without either, and translated greedily, the text that a model has seen and
+# that of validation have
 #
 # <!-- by heart: tools/results.py -->
 #
@@ -16546,8 +16548,8 @@ def how_it_learned():
 # (Seen are all 29,000 pairs: `evaluate --split train --beam 1`; commit
 # `6b986a7`.) What they have seen they know far better than what they have not.
 # This *overfitting* comes of reading 29,000 captions again and again, the
-# French one more than a hundred times. (The log of a run of now has the loss
-# of training text as a third line. That of the French model is older.)
+# French one more than a hundred times. (A run made now logs the loss of
+# training text too, and has it as a third line. The French log is older.)
 #
 # What helps is more text, which we don't allow ourselves here, or text that is
 # not the same each time. `model-en-de` comes from `en-de-tiny`, the third
