@@ -323,12 +323,47 @@ def test_a_run_from_a_model_is_resumed_from_that_model_only(
     next(iter(changed.values())).add_(1)
     torch.save(changed, other / "weights.pt")
     message = refused(capsys, *start_command(corpus, out, other, "--resume"))
-    assert "start has changed" in message
+    assert f"{out}: " in message and "from the weights of a model" in message
     assert contents(out) == before
     without = start_command(corpus, out, None, "--pieces", 0, "--resume")
-    assert "start has changed" in refused(capsys, *without)
+    assert "name it by --from" in refused(capsys, *without)
     assert contents(out) == before
     assert run(capsys, *start_command(corpus, out, small, "--resume"))[0] == 0
+
+
+def test_a_run_from_random_weights_is_not_resumed_from_a_model(
+    capsys, own, corpus, small
+):
+    before = contents(own)
+    command = training_command(corpus, own, 6, "--resume", "--from", small)
+    at = command.index("--pieces")
+    del command[at : at + 2]
+    message = refused(capsys, *command)
+    assert "began without --from" in message and contents(own) == before
+
+
+def test_words_of_a_model_are_not_cut_by_bpe_dropout(
+    capsys, corpus, small, tmp_path
+):
+    out = tmp_path / "out"
+    command = start_command(corpus, out, small, "--bpe-dropout", 0.1)
+    message = refused(capsys, *command)
+    assert "--bpe-dropout" in message and str(small) in message
+    assert not out.exists()
+
+
+def test_pieces_of_a_model_are_cut_whatever_the_corpus_had(capsys, tmp_path):
+    """The generated corpus has whole words; --from a model of pieces not."""
+    pieces = tmp_path / "pieces"
+    command = [
+        "train", "--corpus", "toy", "--out", pieces, "--steps", 1,
+        "--pieces", 200, "--device", "cpu",
+    ]  # fmt: skip
+    assert run(capsys, *command)[0] == 0
+    more = "--bpe-dropout", 0.1
+    out = tmp_path / "out"
+    status, _, errors = run(capsys, *start_command("toy", out, pieces, *more))
+    assert status == 0, errors
 
 
 @pytest.mark.parametrize(
@@ -760,6 +795,24 @@ def test_a_run_is_not_resumed_as_another(capsys, own, corpus, change, named):
     message = refused(capsys, *arguments)
     assert f" {named} has changed" in message and str(own) in message
     assert contents(own) == before
+
+
+@pytest.mark.parametrize("changed", ["val.de", "val.en"])
+def test_a_run_is_not_resumed_with_another_validation_set(
+    capsys, corpus, tmp_path, changed
+):
+    """What is best would be compared with what was best on other text."""
+    folder, out = tmp_path / "corpus", tmp_path / "out"
+    shutil.copytree(corpus, folder)
+    trained(folder, out, 1)
+    before, path = contents(out), folder / changed
+    text = path.read_text(encoding="utf-8")
+    path.write_text(text.replace("e", "a", 1), encoding="utf-8")
+    message = refused(capsys, *training_command(folder, out, 2, "--resume"))
+    assert str(out) in message and changed in message
+    assert contents(out) == before
+    path.write_text(text, encoding="utf-8")
+    trained(folder, out, 2, "--resume")
 
 
 @pytest.mark.parametrize("same_words", [True, False])

@@ -21,6 +21,7 @@ import annotated_transformer as book
         ("de", "Ein Mann, der eine rote Weste trägt, sitzt in einem Boot."),
         ("de", "Wohin geht's? Nach Hause!"),
         ("de", "Ein Junge mit einem Giants-Trikot (Nr. 7) schläft."),
+        ("de", "Sie sagt: „Hallo!“ und geht, „nach Hause“, sagt sie."),
         ("en", "A boy wearing headphones sits on a woman's shoulders."),
         ("en", 'A sign that says "Stop" and a man who doesn\'t.'),
         ("en", "They're here; we'll see: a well-known t-shirt (size 10)."),

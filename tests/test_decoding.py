@@ -140,6 +140,18 @@ def test_a_writer_writes_what_the_plain_cache_writes(seed, lengths, width, h):
             assert math.isclose(h.score, g.score, rel_tol=1e-4)
 
 
+@pytest.mark.parametrize("before", [0, 3])
+def test_a_writer_reads_padding_wherever_it_stands(before):
+    """Words keep their places, before which padding may stand."""
+    model = lively_model(0)
+    src = book.pad([[4, 9, 5, 7, book.EOS], [8, 6, book.EOS]])
+    src = torch.nn.functional.pad(src, (before, 2), value=book.PAD)
+    first = torch.tensor([book.BOS, book.BOS])
+    with torch.no_grad():
+        plain, fast = (begin(src).read(first) for begin in caches(model))
+    torch.testing.assert_close(fast, plain, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("queries, keys", [(1, 5), (1, 40), (7, 7), (5, 23)])
 def test_both_forms_of_a_writers_attention_are_attention(

@@ -187,6 +187,42 @@ def test_killed_processes_are_restarted_and_end_the_same(few, whole, tmp_path):
         assert same(*(torch.load(f / path.name) for f in (out, whole)))
 
 
+@pytest.mark.slow
+def test_a_refused_folder_is_not_gone_on_with_after_a_restart(
+    few, whole, tmp_path
+):
+    """torchrun restarts what has failed; the run there is another's."""
+    out = Path(shutil.copytree(whole, tmp_path / "copy"))
+    before = contents(out)
+    command = training_command(few, out, STEPS + 2, *LEVERS)
+    done = torchrun(*command, restarts=1)
+    assert done.returncode != 0
+    assert done.stderr.count(f"{out} holds a model already") == 2
+    assert contents(out) == before
+
+
+def test_a_restart_goes_on_with_what_its_launch_began(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert not book.begun_by_this_launch(tmp_path)
+    (tmp_path / "checkpoint.pt").touch()
+    assert not book.begun_by_this_launch(tmp_path)
+    book.note_launch(tmp_path)
+    assert book.begun_by_this_launch(tmp_path)
+    with monkeypatch.context() as patch:  # a later torchrun
+        patch.setattr(book.os, "getppid", lambda: -1)
+        assert not book.begun_by_this_launch(tmp_path)
+    with monkeypatch.context() as patch:  # nothing was restarted
+        patch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+        assert not book.begun_by_this_launch(tmp_path)
+    (tmp_path / "checkpoint.pt").unlink()
+    assert not book.begun_by_this_launch(tmp_path)
+
+
+def test_a_launch_is_forgotten_when_its_run_has_ended(whole):
+    assert not (whole / "launch").exists()
+
+
 def test_each_process_draws_its_own_dropout(whole):
     states = checkpoint(whole)["random"]
     assert len(states) == 2 and not states[0].equal(states[1])

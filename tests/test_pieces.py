@@ -173,9 +173,11 @@ def test_a_size_that_does_not_fit_is_named(size):
 def test_a_size_that_fits_is_told(size):
     with pytest.raises(InputError) as caught:
         untrained(GERMAN, size=size)
-    told = re.search(r"a number (<=|>) (\d+)", str(caught.value))
-    fits = int(told[2]) + (told[1] == ">")
+    told = re.search(r"a number (<=|>=) (\d+)", str(caught.value))
+    fits, beyond = int(told[2]), 1 if told[1] == "<=" else -1
     assert len(untrained(GERMAN, size=fits).src_vocab) == fits
+    with pytest.raises(InputError):
+        untrained(GERMAN, size=fits + beyond)
 
 
 def test_one_vocabulary_and_one_matrix_for_both_sides(german):

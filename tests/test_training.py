@@ -282,6 +282,20 @@ def test_gradients_of_one_update_do_not_leak_into_the_next():
     torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-5)
 
 
+def test_batches_in_a_list_are_read_one_after_the_other():
+    batches = itertools.islice(book.stream(random_pairs(), 100), 3)
+    batches, seen = list(batches), []
+
+    def note(model, batch, *rest):
+        seen.append(batch)
+        return book.backward(model, batch, *rest)
+
+    recipe = Recipe(steps=4, batch_tokens=100, max_tokens=100)
+    with pytest.raises(InputError, match="ran out before update 4"):
+        weights_after(book.tiny_model(), batches, recipe, gradient=note)
+    assert seen == batches
+
+
 def test_a_small_model_learns_its_training_set():
     pairs = random_pairs(12, 4)
     recipe = Recipe(

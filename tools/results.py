@@ -9,8 +9,9 @@ python tools/results.py publish NAME RUN FOLDER --corpus DIR
                              with its card; NAME is the recorded result
 python tools/results.py averaging RUN --corpus DIR --command TEXT
     --commit HASH            the last weights, their mean, and the best
-python tools/results.py levers FOLDER --commit HASH --device TEXT
-                             collect the short runs below FOLDER
+python tools/results.py levers FOLDER --corpus DIR --commit HASH
+    --device TEXT [--add]    collect the short runs below FOLDER; beside those
+                             that were collected at the same commit before
 python tools/results.py heart FOLDER... --corpus DIR --commit HASH
     --device TEXT            models on their own training text, greedily, and
                              on the validation set
@@ -207,6 +208,14 @@ def averaging(args):
 def levers(args):
     """Collect validation scores of short runs: FOLDER/NAME-SEED/."""
     rows = []
+    if args.add:
+        before = read("levers")
+        if (before["commit"], before["device"]) != (args.commit, args.device):
+            sys.exit(
+                f"levers.json is of commit {before['commit']}, on "
+                f"{before['device']}: runs of another can't be compared"
+            )
+        rows = before["runs"]
     for run in sorted(Path(args.folder).iterdir()):
         if not (run / "model.json").exists():
             continue
@@ -214,28 +223,41 @@ def levers(args):
         log = book.read_log(run)
         scores = [line for line in log if "val_bleu" in line]
         losses = [line for line in log if "loss" in line]
-        rows.append(
-            {
-                "lever": lever,
-                "seed": int(seed),
-                "steps": scores[-1]["step"],
-                "minutes": round(losses[-1]["seconds"] / 60, 1),
-                "val_bleu": round(scores[-1]["val_bleu"], 2),
-                "val_loss": round(scores[-1]["val_loss"], 4),
-                "options": (run / "options.txt").read_text().strip(),
-            }
-        )
+        row = {
+            "lever": lever,
+            "seed": int(seed),
+            "steps": scores[-1]["step"],
+            "minutes": round(losses[-1]["seconds"] / 60, 1),
+            "val_bleu": round(scores[-1]["val_bleu"], 2),
+            "val_loss": round(scores[-1]["val_loss"], 4),
+            "options": (run / "options.txt").read_text().strip(),
+        }
+        translator = book.load_translator(run)
+        if translator.both:  # its log has the mean of both directions
+            row["val_bleu_of_both"] = row["val_bleu"]
+            languages = translator.src, translator.tgt
+            pairs = book.corpus_part(args.corpus, "val", *languages)[:1000]
+            one, _ = book.measure(translator, pairs, beam=1)
+            row["val_bleu"], row["val_loss"] = one["bleu"], one["loss"]
+        rows.append(row)
+    rows.sort(key=lambda row: (row["lever"], row["seed"]))
     facts = {"commit": args.commit, "device": args.device, "runs": rows}
     write_json(RESULTS / "levers.json", facts)
 
 
 def heart(args):
-    """Measure models on the text that they learned, and on new text."""
-    rows = []
+    """Measure models on the text that they learned, and on new text.
+
+    Rows of other models, measured before, stay.
+    """
+    names = {Path(folder).name for folder in args.folders}
+    before = (read("by-heart") or {"rows": []})["rows"]
+    rows = [row for row in before if row["model"] not in names]
     for folder in args.folders:
         translator = book.load_translator(Path(folder))
         languages = translator.src, translator.tgt
         row = {"model": Path(folder).name, "direction": "-".join(languages)}
+        row |= {"commit": args.commit, "device": args.device}
         for part in ("train", "val"):
             row[part], _ = book.measure(
                 translator,
@@ -243,8 +265,8 @@ def heart(args):
                 beam=1,
             )
         rows.append(row)
-    facts = {"commit": args.commit, "device": args.device, "rows": rows}
-    write_json(RESULTS / "by-heart.json", facts)
+    rows.sort(key=lambda row: (row["direction"], row["model"]))
+    write_json(RESULTS / "by-heart.json", {"rows": rows})
 
 
 def read(name):
@@ -253,12 +275,16 @@ def read(name):
     return json.loads(path.read_text("utf-8")) if path.exists() else None
 
 
+def average(values):
+    """Return the mean in words."""
+    return f"{statistics.fmean(values):.1f}"
+
+
 def spread(values):
     """Return the mean and, of several values, their standard deviation."""
-    mean = statistics.fmean(values)
     if len(values) == 1:
-        return f"{mean:.1f}"
-    return f"{mean:.1f} ± {statistics.stdev(values):.1f}"
+        return average(values)
+    return f"{average(values)} ± {statistics.stdev(values):.1f}"
 
 
 def with_before(result, word):
@@ -280,7 +306,8 @@ def thousands(number):
 def multi30k_table():
     """Return the lines of the table of trained models.
 
-    Runs that differ in nothing but the seed share a line.
+    Runs that differ in nothing but the seed, and had as many cores, share a
+    line: their means, and the deviation of what counts most.
     """
     lines = [
         "| pair | test | val. | cased | chrF | pieces | steps | seed | cores "
@@ -292,18 +319,17 @@ def multi30k_table():
     for path in sorted(paths, key=lambda path: path.stem):
         r = json.loads(path.read_text("utf-8"))
         same = {k: v for k, v in r["recipe"].items() if k != "seed"}
-        key = r["direction"], r["commit"], json.dumps([same, r["config"]])
+        key = r["direction"], r["commit"], cores(r), str([same, r["config"]])
         groups.setdefault(key, []).append(r)
-    for (name, _, _), runs in groups.items():
+    for (name, *_), runs in groups.items():
         test, val = ([r[part] for r in runs] for part in (TEST, "val"))
         both = ", both" if runs[0]["recipe"]["both"] else ""
         both += ", R-Drop" if runs[0]["recipe"]["r_drop"] else ""
-        seeds, machines, minutes = (
-            ", ".join(f"{word(r)}" for r in runs)
-            for word in (
-                lambda r: r["seed"],
-                lambda r: with_before(r, cores),
-                lambda r: round(sum(s["minutes"] for s in stages(r))),
+        seeds = ", ".join(str(r["seed"]) for r in runs)
+        [machines] = {with_before(r, cores) for r in runs}
+        minutes = round(
+            statistics.fmean(
+                sum(stage["minutes"] for stage in stages(r)) for r in runs
             )
         )
         steps = with_before(runs[0], lambda r: f"{r['steps'] / 1000:g}") + "k"
@@ -311,9 +337,9 @@ def multi30k_table():
         commits.append(with_before(runs[0], lambda r: f"`{r['commit']}`"))
         lines.append(
             f"| {name}{both} | **{spread([t['bleu'] for t in test])}** | "
-            f"{spread([v['bleu'] for v in val])} | "
-            f"{spread([t['bleu_cased'] for t in test])} | "
-            f"{spread([t['chrf'] for t in test])} | "
+            f"{average([v['bleu'] for v in val])} | "
+            f"{average([t['bleu_cased'] for t in test])} | "
+            f"{average([t['chrf'] for t in test])} | "
             f"{pieces} | {steps} | {seeds} | {machines} | {minutes} |"
         )
     words = f"Commits, line by line: {', '.join(commits)}."
@@ -546,8 +572,9 @@ def main():
         sub.add_argument(f"--{option}", required=True)
     sub = commands.add_parser("levers")
     sub.add_argument("folder")
-    sub.add_argument("--commit", required=True)
-    sub.add_argument("--device", required=True)
+    for option in ("corpus", "commit", "device"):
+        sub.add_argument(f"--{option}", required=True)
+    sub.add_argument("--add", action="store_true")
     sub = commands.add_parser("heart")
     sub.add_argument("folders", nargs="+", metavar="FOLDER")
     for option in ("corpus", "commit", "device"):
