@@ -127,6 +127,34 @@ def test_one_convolution_connects_a_band_and_a_stack_all(k):
     assert book.depends(y, x).equal(full > 0)
 
 
+@pytest.mark.parametrize(
+    "name, settings",
+    [
+        ("paths_of_table_1", {"k": 2}),
+        ("paths_of_table_1", {"k": 5}),
+        ("paths_of_table_1", {"lengths": (10, 100)}),
+        ("steps_between_positions", {"distances": (10, 100)}),
+        ("all_of_the_source_is_seen", {"S": 4, "T": 6}),
+        ("network_is_two_convolutions", {"T": 4}),
+    ],
+)
+def test_what_is_true_of_other_sizes_is_found_true(name, settings):
+    """A reader may change them; only `unless` makes the claim false."""
+    claim = book.CLAIMS[name]
+    assert claim.verdict(**settings)[0] == "verified"
+    assert claim.verdict(**settings | claim.unless)[0] == "not reproduced"
+
+
+def test_convolutions_of_even_width_are_no_network_either():
+    claim = book.CLAIMS["network_is_two_convolutions"]
+    assert claim.verdict(width=2)[0] == "not reproduced"
+
+
+def test_layers_that_never_relate_two_places_are_an_error():
+    with pytest.raises(book.InputError, match="8 layers do not relate"):
+        book.paths_of_table_1(k=1)
+
+
 @pytest.mark.parametrize("power", [-1, 0, 0.5, 2])
 def test_growth_is_the_exponent(power):
     sizes = [3, 10, 40]

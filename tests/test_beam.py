@@ -166,6 +166,7 @@ def test_bleu_knows_its_extremes():
     assert precisions == [100.0] * 4
     assert math.isclose(penalty, math.exp(1 - 9 / 6))
     assert math.isclose(score, 100 * penalty)
+    assert book.bleu_by_hand([[]], [text]) == (0, [0.0] * 4, 0.0)
     _, [first, *_], _ = book.bleu_by_hand([["a"] * 9], [text])
     assert math.isclose(first, 100 * 2 / 9)  # clipped at the reference's two
 

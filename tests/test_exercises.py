@@ -146,6 +146,13 @@ def test_the_slow_function_of_an_exercise_can_be_called():
     torch.testing.assert_close(slow, scores.softmax(-1))
 
 
+def test_the_nucleus_of_all_that_is_probable_has_an_end():
+    """Probabilities add up to a little less than 1, or more."""
+    for logits in torch.randn(40, 8):
+        marks = book.EXERCISES["nucleus_in_loops"](logits, 1.0)
+        assert logits.softmax(0)[marks].sum() > 1 - 1e-4
+
+
 def test_what_is_no_tensor_or_is_changed_is_said_by_the_judges_too():
     said = BY_BLANK["read_and_labels"].verdict(lambda rows: (rows, rows))
     assert "should be a tensor" in said
