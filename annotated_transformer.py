@@ -10670,6 +10670,7 @@ def beam_chart(translator, sentence, width=4):
     found, nodes, edges = growing_beam(translator, sentence, width)
     x, y, x2, y2 = zip(*edges)
     step, place, word, score = zip(*nodes)
+    room = max(40, min(52, 576 // max(step)))  # for a word, on a page
     axis = alt.Axis(tickMinStep=1, grid=False, format="d")
     scale = alt.Scale(domain=(0, max(step) + 0.5), nice=False)
     down = alt.Y("place:O", title="place in the beam")
@@ -10692,12 +10693,15 @@ def beam_chart(translator, sentence, width=4):
     dark = alt.condition(
         alt.datum.score < -4, alt.value("white"), alt.value("black")
     )
-    boxes = words.mark_rect(height=18, width=47, cornerRadius=4).encode(
-        alt.Color("score:Q", title="log P", scale=hue)
-    )
+    boxes = words.mark_rect(height=18, width=room - 4, cornerRadius=4).encode(
+        alt.Color(
+            "score:Q", title="log P", scale=hue,
+            legend=alt.Legend(orient="bottom", direction="horizontal"),
+        )
+    )  # fmt: skip
     labels = words.mark_text(fontSize=10).encode(text="word:N", color=dark)
     chart = (lines + boxes + labels).properties(
-        width=52 * max(step),
+        width=room * max(step),
         height=36 * width,
         title="The beam, step by step",
         description=f"A tree of beginnings: each column holds the {width} "
@@ -16308,7 +16312,7 @@ def speaks_for_all(store):
 #
 # | pair | test | val. | cased | chrF | pieces | steps | seed | cores | min. |
 # |---|---|---|---|---|---|---|---|---|---|
-# | de-en | **41.2 ± 0.3** | 41.3 | 41.0 | 60.2 | 5k | 16k | 0, 1, 2 | 1 | 55 |
+# | de-en | **41.2±0.3** | 41.3 | 41.0 | 60.2 | 5k | 16k | 0, 1, 2 | 1 | 55 |
 # | en-de | **38.7** | 39.9 | 38.3 | 62.7 | 5k | 20k | 0 | 2 | 46 |
 # | en-de | **38.6** | 40.5 | 38.2 | 63.3 | 5k | 20+10k | 0 | 2+1 | 84 |
 # | en-de | **40.8** | 41.5 | 40.4 | 64.6 | 10k | 7.5k | 0 | 2 | 121 |

@@ -284,7 +284,7 @@ def spread(values):
     """Return the mean and, of several values, their standard deviation."""
     if len(values) == 1:
         return average(values)
-    return f"{average(values)} ± {statistics.stdev(values):.1f}"
+    return f"{average(values)}±{statistics.stdev(values):.1f}"  # one word
 
 
 def with_before(result, word):
