@@ -8004,10 +8004,9 @@ def one_means_after_another():
 # `benchmarks/training.py` measures it on captions, the loss in slices is worth
 # a factor of 1.4 and so are products in 16 bits, and the whole makes 4.0 (two
 # cores, commit 6560740). There fused attention and fused Adam bring next to
-# nothing; they count for more in small updates, such as those above, where the
-# cost of starting each operation weighs more. And the last form is not at the
-# limit: what remains are the many small operations between the products, which
-# wait for memory.
+# nothing; in the small updates above they bring more. And the last form is not
+# at the limit: what remains are the many small operations between the
+# products, which wait for memory.
 #
 # `torch.compile` promises to join those. With `train --compile` you may try
 # it. It needs a C++ compiler and a minute or two to begin with. (On one busy
@@ -9641,8 +9640,8 @@ def sentencepiece_is_our_algorithm():
 # Some things in it are explained later: `beam`, in Section 6.1 (until then it
 # is 1, greedy decoding); `both`, among the levers (a model of both directions
 # reads a tag that names the language wanted); and `Writer`, the quick cache of
-# *Making it fast*, with `kind`, the precision of its products. The last two
-# change no word of what is said here.
+# *Making it fast*, with `kind`, the precision of its products. Nothing that is
+# said here depends on the last two.
 
 
 # %%
@@ -14097,8 +14096,8 @@ def tied_by_copying(self, config, right=Transformer.__init__):
 
 
 # %% [markdown]
-# The last one needs layers to copy: two of them, with pre-norm. Without the
-# bug this model has
+# The last bug needs layers to copy: two of them, with pre-norm. First such a
+# model without it:
 
 
 # %%
@@ -14428,9 +14427,9 @@ def gallery_of_bugs():
 # anew, one run can't say whether 290 of 300 are harm or chance; where the
 # weights are those of the model without a bug, as for another start symbol, a
 # sequence less is the bug's. And on another machine a bug near a limit may
-# change its group.) The checks catch them all
-# without training anything to its end (two of them make a few updates): most
-# are those of the chapters, and the rest were the reason to write eight more.
+# change its group.) The checks catch them all without training anything to its
+# end (two of them make a few updates): most are those of the chapters, and the
+# rest were the reason to write eight more.
 #
 # **Ten things to test before you train** code of your own, and the check that
 # shows how:
@@ -16402,15 +16401,14 @@ def speaks_for_all(store):
 #
 # The first part brought the validation loss from 1.649 to 1.628, though that
 # includes what even a perfect model loses by expecting other cuts, 0.14
-# (*Levers beyond the paper*); the second part, to
-# 1.562. BLEU does not follow: on validation it falls greedily, from 40.7 to
-# 40.4, and with the beam it is 41.9 after 41.5 (p = 0.15); on the test set it
-# is 40.4 after 40.8 (p = 0.10). chrF rises on both, from 64.3 to 64.7 (p =
-# 0.05) and from 64.6 to 65.1 (p = 0.02). A model that doubts less, then, and
-# that translates about as well. It was preferred to the third line's for its
-# loss and its BLEU with the beam on validation (by greedy BLEU it would not
-# have been), before the test set was translated, and is the one in
-# `results/model-en-de` now.
+# (*Levers beyond the paper*); the second part, to 1.562. BLEU does not follow:
+# on validation it falls greedily, from 40.7 to 40.4, and with the beam it is
+# 41.9 after 41.5 (p = 0.15); on the test set it is 40.4 after 40.8 (p = 0.10).
+# chrF rises on both, from 64.3 to 64.7 (p = 0.05) and from 64.6 to 65.1 (p =
+# 0.02). A model that doubts less, then, and that translates about as well. It
+# was preferred to the third line's for its loss and its BLEU with the beam on
+# validation (by greedy BLEU it would not have been), before the test set was
+# translated, and is the one in `results/model-en-de` now.
 #
 # From English to French, with `--tgt fr --decay linear --steps 6500` (the rate
 # falls to 0; 103 minutes), validation finds 17.2 after 1,000 updates, 50.1
@@ -16967,10 +16965,9 @@ QUANTIZATIONS = (
 # %% [markdown]
 # Does it translate as ours does? `benchmarks/export.py` asks that of the
 # published model and the 1,000 sentences of Multi30k's test set. Greedily,
-# none of 1,000 differs. With a beam of four and no length penalty one does,
-# where the model knows a German word's parts but not the word, and doubts: of
-# several English guesses about as likely, ours keeps the one that ends as the
-# likeliest, and CTranslate2 loses it (with a beam of five both find it). With
+# none of 1,000 differs. With a beam of four and no length penalty one does:
+# both guess at *Einheimischer*, and the guess that is likeliest in the end
+# falls out of CTranslate2's beam (with five places it stays). With
 # `--quantization int8` the file has 2.6 MB and not 8.4; greedily 94
 # translations differ and BLEU goes from 39.89 to 39.77, with the beam 101
 # differ and it goes from 40.20 to 40.21 (commit b75af4a,

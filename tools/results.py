@@ -276,7 +276,7 @@ def read(name):
 
 
 def average(values):
-    """Return the mean in words."""
+    """Return the mean with one digit, as text."""
     return f"{statistics.fmean(values):.1f}"
 
 
