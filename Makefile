@@ -1,5 +1,6 @@
 # `make` lists the targets. Each first installs what it needs into .venv.
-# Another Python than python3: PYTHON=python3.12 make test
+# Another Python than python3: PYTHON=python3.12 make test (it makes .venv;
+# to change it later, `make clean` first)
 
 PYTHON ?= python3
 PY := .venv/bin/python
@@ -57,14 +58,16 @@ clean:  ## remove .venv, build and caches; what is in runs stays
 
 # The stamp is written last: a broken installation is taken up again, and
 # nothing is installed until requirements or constraints change. An existing
-# .venv is kept if it works.
+# .venv is kept if it works and its Python is new enough; for another one,
+# `make clean` first.
+WORKS = $(PY) -c 'import sys; assert sys.version_info >= (3, 10); import pip' 2>/dev/null
 $(STAMP): requirements.txt constraints.txt
-	@python=$(PY); $$python -m pip --version >/dev/null 2>&1 || python="$(PYTHON)"; \
+	@python=$(PY); $(WORKS) || python="$(PYTHON)"; \
 	"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \
 	  echo "This project needs Python 3.10 or newer; $$python:" \
 	    "$$("$$python" --version 2>/dev/null || echo not found). Name a newer one, for example:" \
 	    "PYTHON=python3.12 make" >&2; exit 1; }
-	@$(PY) -m pip --version >/dev/null 2>&1 || "$(PYTHON)" -m venv --clear .venv
+	@$(WORKS) || "$(PYTHON)" -m venv --clear .venv
 	@echo "Installing into .venv: a few minutes, once ..."
 	@$(PY) -m pip install --quiet -r requirements.txt -c constraints.txt
 	@touch $@

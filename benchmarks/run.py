@@ -35,7 +35,7 @@ def options_of(part, args):
 
 
 def aims(results):
-    """Lines of the table: (what, reached, aim) from {part: facts}."""
+    """Lines of the table: (what, reached, aim or None), of {part: facts}."""
     training = results["training"]["rows"]
     decoding = results["decoding_peers"]["rows"]
 
@@ -63,6 +63,7 @@ def aims(results):
             yield f"{row['form']}, of the product rate", row["share"], 0.85
     for setting, program, aim in (
         ("test set", "Marian", 3.0),
+        ("test set", "CTranslate2", None),
         ("base", "Marian", 1.4),
         ("base", "CTranslate2", 0.95),
     ):
@@ -90,7 +91,8 @@ def table(results):
             continue
         middle, *ends = found
         spread = f"{min(ends):.2f} to {max(ends):.2f}" if ends else ""
-        print(f"{what:54} {middle:8.2f} {spread:>15} {aim:6.2f}")
+        aim = "" if aim is None else f"{aim:.2f}"
+        print(f"{what:54} {middle:8.2f} {spread:>15} {aim:>6}")
     copies = [r for r in results["training"]["rows"] if r["setting"] == "copy"]
     seconds = ", ".join(f"{row['seconds']}" for row in copies)
     print(f"{'copy task, seconds':54} {seconds}   (aim: 10)")

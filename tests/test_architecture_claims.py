@@ -111,6 +111,34 @@ def test_depends_sees_through_what_sums_to_nothing():
     assert book.depends(y, x).equal(torch.ones(5, 5).tril() > 0)
 
 
+def test_depends_on_nothing():
+    x = torch.randn(5, 8, requires_grad=True)
+    assert not book.depends(torch.ones(3, 8), x).any()
+
+
+@pytest.mark.parametrize("n, r", [(12, 5), (4, 9), (7, 1)])
+def test_neighbours_are_those_within_the_text(n, r):
+    x = torch.randn(n, 3, dtype=torch.double)
+    found, masked = (book.neighbours(x, r, m) for m in (False, True))
+    torch.testing.assert_close(found, masked)
+
+
+def test_claims_hold_beyond_the_tables_and_for_no_offset():
+    assert book.order_comes_from_positions(words=300)[0]
+    assert book.shift_found_by_least_squares(offsets=(0, 3))[0]
+    assert book.one_matrix_looks_back(offsets=(0, 3))[0]
+
+
+def test_width_1_never_spans_a_sentence(capsys):
+    book.cost_of_a_layer(k=1)
+    assert capsys.readouterr().out.count(" inf\n") == 2
+
+
+def test_a_twin_has_the_kind_of_its_model():
+    model, x = book.tiny_model().eval(), torch.randn(2, 5, 32)
+    assert book.torch_twin(model).eval()(x, x).dtype == torch.float32
+
+
 @pytest.mark.parametrize("k", [2, 3, 5])
 def test_one_convolution_connects_a_band_and_a_stack_all(k):
     n = 12

@@ -339,6 +339,11 @@ SLIPS = {
         "loss = sum(losses)",
         "disagreement_is_two_divergences",
     ),
+    "hidden units renumbered on one side only": (
+        "module.W_2.weight.data = module.W_2.weight.data[:, order]",
+        "pass",
+        "a_mean_needs_one_order_of_units",
+    ),
     "n-grams counted too often": (
         "(there & ngram_counts(reference, n)).total()",
         "sum(there[g] for g in ngram_counts(reference, n))",
@@ -369,14 +374,14 @@ SLIPS = {
         "pass",
         "beam_scores_are_the_models_own",
     ),
-    "a mean that adds to its first part": (
-        "{name: tensor.clone() for name, tensor in states[0].items()}",
-        "dict(states[0])",
+    "a mean without its first part": (
+        "sum(state[name].double() for state in states)",
+        "sum(state[name].double() for state in states[1:])",
         "averages_are_means_and_stay_tied",
     ),
     "a mean that is a sum": (
-        "{name: total / len(states) for name",
-        "{name: total for name",
+        "(total / len(states)).to(tensor.dtype)",
+        "total.to(tensor.dtype)",
         "averages_are_means_and_stay_tied",
     ),
     "a bracket closed by any other": (

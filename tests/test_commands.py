@@ -30,8 +30,8 @@ from helpers import (
 import annotated_transformer as book
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-COMMANDS = ["copy", "train", "translate", "evaluate", "diversify", "curves",
-            "export", "claims"]  # fmt: skip
+COMMANDS = ["copy", "train", "translate", "evaluate", "average",
+            "diversify", "curves", "export", "claims"]  # fmt: skip
 
 
 # ------------------------------------------------------------------- two runs
@@ -112,6 +112,7 @@ OPTIONS = {
     "--nbest sentence",
     "evaluate": "--device --model --beam --alpha --reverse --int8 --half "
     "--json --corpus --split",
+    "average": "--model --out",
     "diversify": "--device --corpus --src --tgt --model --out --beam --alpha",
     "curves": "--model --out",
     "export": "--format --model --out --quantization",
@@ -695,6 +696,103 @@ def test_another_larger_corpus_is_not_gone_on_with(
     command = [*diversify(pairs, out, small), "--src", "fr"]
     assert "translates de to en" in refused(capsys, *command)
     assert contents(out) == before
+
+
+def test_a_sentence_in_another_encoding_is_refused(capsys, small):
+    said = refused(capsys, "translate", "--model", small, "gut", "l\udce4uft")
+    assert "sentence 2: not UTF-8" in said
+
+
+# ------------------------------------------------------ the mean of models
+
+
+def near(folder, start, seed):
+    """Save what a training from `start` might end as; returns its folder."""
+    translator = book.load_translator(start)
+    torch.manual_seed(seed)
+    for weight in translator.model.parameters():
+        step = 0.1 * weight.detach().abs().mean()
+        weight.data += step * torch.randn_like(weight)
+    book.save_translator(translator, folder)
+    return folder
+
+
+def average(out, *models):
+    named = [part for model in models for part in ("--model", model)]
+    return ["average", "--out", out, *named]
+
+
+def test_a_mean_of_models_is_a_model(capsys, small, tmp_path):
+    models = [near(tmp_path / f"near-{k}", small, k) for k in range(3)]
+    out = tmp_path / "mean"
+    status, written, said = run(capsys, *average(out, *models))
+    assert (status, written) == (0, "") and str(out) in said
+    found, *theirs = (
+        book.load_translator(folder).model.state_dict()
+        for folder in (out, *models)
+    )
+    for name, weight in found.items():
+        mean = torch.stack([state[name] for state in theirs]).mean(0)
+        torch.testing.assert_close(weight, mean)
+    facts = json.loads((out / "model.json").read_text("utf-8"))
+    files = [folder / "weights.pt" for folder in models]
+    assert facts["mean_of"] == [book.sha256(file) for file in files]
+    status, written, _ = run(capsys, "translate", "--model", out, "ein Hund")
+    assert status == 0 and written.endswith("\n")
+
+
+def test_a_mean_stays_tied_and_may_be_gone_on_from(capsys, corpus, tmp_path):
+    start, out, on = (tmp_path / name for name in ("start", "mean", "on"))
+    trained(corpus, start, 1, "--pieces", 150)
+    one, other = (near(tmp_path / f"near-{k}", start, k) for k in range(2))
+    assert run(capsys, *average(out, one, other))[0] == 0
+    model = book.load_translator(out).model
+    assert model.src_embedding is model.tgt_embedding
+    state = torch.load(out / "weights.pt", weights_only=True)
+    shared = [state[f"{side}_embedding.weight"] for side in ("src", "tgt")]
+    assert shared[0].data_ptr() == shared[1].data_ptr()
+    command = ["train", "--corpus", corpus, "--from", out, "--steps", 1,
+               "--out", on, "--device", "cpu"]  # fmt: skip
+    assert run(capsys, *command)[0] == 0
+    start = json.loads((on / "model.json").read_text("utf-8"))["start"]
+    assert start == book.sha256(out / "weights.pt")
+
+
+def test_dropout_may_differ_between_models_of_a_mean(capsys, small, tmp_path):
+    other = near(tmp_path / "other", small, 1)
+    path = other / "model.json"
+    facts = json.loads(path.read_text("utf-8"))
+    facts["config"] |= {"dropout": 0.4, "attention_dropout": 0.1}
+    path.write_text(json.dumps(facts), encoding="utf-8")
+    assert run(capsys, *average(tmp_path / "mean", small, other))[0] == 0
+
+
+def test_what_has_no_mean_is_refused(capsys, small, back, corpus, tmp_path):
+    out, languages = tmp_path / "mean", ("de", "en")
+    apart = untrained(tmp_path / "apart", corpus, languages, seed=1)
+    text = refused(capsys, *average(out, small, apart))
+    assert "did not begin as one" in text and str(apart) in text
+    assert "differ in languages" in refused(capsys, *average(out, small, back))
+    assert "again" in refused(capsys, *average(out, small))
+    larger = tmp_path / "larger"
+    pairs, _ = book.training_pairs(corpus, *languages)
+    sizes = dict(N=2, d_model=16, d_ff=16, h=2)
+    made = book.untrained_translator(pairs, languages, sizes)
+    book.save_translator(made, larger)
+    text = refused(capsys, *average(out, small, larger))
+    assert "differ in N: 2, not 1" in text and str(larger) in text
+    other = near(tmp_path / "other", small, 1)
+    path = other / "model.json"
+    facts = json.loads(path.read_text("utf-8"))
+    words = facts["src_words"]
+    facts["src_words"] = words[:-2] + words[:-3:-1]
+    path.write_text(json.dumps(facts), encoding="utf-8")
+    text = refused(capsys, *average(out, small, other))
+    assert "differ in src_words" in text and len(text) < 300
+    assert not out.exists()
+    before = contents(small)
+    assert "exists" in refused(capsys, *average(small, small, small))
+    assert contents(small) == before
 
 
 # --------------------------------------------------------------- the curves

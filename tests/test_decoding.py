@@ -363,7 +363,18 @@ def test_evaluation_mode_is_put_back_after_an_error():
 
 
 def test_an_empty_batch_gives_nothing():
-    assert book.greedy(book.tiny_model(), torch.zeros(0, 3).long()) == []
+    model = book.tiny_model().eval()
+    for begin in caches(model):
+        assert book.greedy(model, torch.zeros(0, 3).long(), 5, begin) == []
+
+
+def test_sentences_of_nothing_but_padding_disturb_no_others():
+    model = lively_model(0)
+    src = book.pad([[4, 9, 5, 7, book.EOS]] * 64 + [[book.PAD]] * 3)
+    for begin in caches(model):
+        outputs = book.greedy(model, src, 5, begin)
+        alone = book.greedy(model, src[:1], 5, begin)
+        assert len(outputs) == 67 and outputs[:64] == alone * 64
 
 
 # ------------------------------------- beam search, see also test_beam.py

@@ -261,6 +261,56 @@ def test_only_the_last_snapshots_stay(few, small, tmp_path, average, kept):
     ]
 
 
+def test_only_snapshots_are_snapshots(few, small, tmp_path):
+    """A file of the user's own is neither removed nor averaged in."""
+    out = tmp_path / "out"
+    details = *LEVERS, "--save-every", 1, "--average", 2
+    trained(few, out, 3, *details)
+    own = out / "weights-best.pt"
+    own.write_text("mine", encoding="utf-8")
+    kept = [out / f"weights-00000{n}.pt" for n in (2, 3)]
+    assert book.snapshots(out) == kept
+    later = out / "weights-1000000.pt"
+    later.write_bytes(kept[0].read_bytes())
+    assert book.snapshots(out) == [*kept, later]
+    resume(few, out, 5, *details)
+    assert own.read_text("utf-8") == "mine"
+    assert [p.name for p in book.snapshots(out)] == [
+        "weights-000004.pt", "weights-000005.pt"
+    ]  # fmt: skip
+
+
+def test_two_processes_may_write_one_file(tmp_path, monkeypatch):
+    path = tmp_path / "pairs.pt"
+
+    def write(unfinished):
+        if process == "first":  # meanwhile another writes all of it
+            monkeypatch.setattr(os, "getpid", lambda: 2)
+            book.write_whole(path, lambda p: p.write_text("other", "utf-8"))
+        unfinished.write_text("whole", encoding="utf-8")
+
+    process = "first"
+    book.write_whole(path, write)
+    assert path.read_text("utf-8") == "whole"
+    assert [*tmp_path.iterdir()] == [path]
+
+
+def test_what_cannot_be_written_leaves_nothing_behind(tmp_path):
+    folder = tmp_path / "folder"
+    (folder / "full").mkdir(parents=True)
+    with pytest.raises(OSError):
+        book.write_whole(folder, lambda p: p.write_text("x", "utf-8"))
+    assert [*tmp_path.iterdir()] == [folder]
+
+
+def test_what_a_kill_left_unfinished_is_removed(few, small, tmp_path):
+    out = tmp_path / "out"
+    trained(few, out, 2, *LEVERS)
+    (out / "checkpoint.pt.123.part").write_text("half", encoding="utf-8")
+    resume(few, out, 3, *LEVERS)
+    assert not list(out.glob("*.part"))
+
+
 def read_scores(folder):
     return [e["val_bleu"] for e in book.read_log(folder) if "val_bleu" in e]
 

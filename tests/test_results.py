@@ -16,6 +16,7 @@ from tools import results
 FILES = sorted(results.RESULTS.glob("multi30k-*.json"))
 MODEL = results.RESULTS / "model-de-en"
 MODELS = sorted(results.RESULTS.glob("model-*"))
+AVERAGE = "python annotated_transformer.py average"
 COMMANDS = (
     "python annotated_transformer.py train",
     "torchrun --nproc-per-node=2 annotated_transformer.py train",
@@ -39,10 +40,15 @@ def test_a_stale_table_is_noticed(tmp_path, monkeypatch):
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_each_result_says_where_it_comes_from(path):
     facts = json.loads(path.read_text(encoding="utf-8"))
-    assert facts["command"].startswith(COMMANDS)
-    assert len(facts["commit"]) >= 7
-    assert facts["device"] and facts["minutes"] > 0
-    assert facts["seed"] == facts["recipe"]["seed"]
+    for stage in results.stages(facts):
+        assert stage["command"].startswith(COMMANDS)
+        assert stage["minutes"] > 0
+        assert stage["seed"] == stage["recipe"]["seed"]
+        assert len(stage["commit"]) >= 7 and stage["device"]
+    assert len(facts["commit"]) >= 7 and facts["device"]
+    if "mean_of" in facts:
+        assert facts["command"].startswith(AVERAGE)
+        assert facts["command"].count("--model") == len(facts["mean_of"])
     for part in ("val", results.TEST):
         measured = facts[part]
         assert "case:lc" in measured["signature"]
@@ -66,11 +72,48 @@ def test_a_published_model_is_small_and_only_tensors(folder):
 @pytest.mark.parametrize("folder", MODELS, ids=lambda path: path.name)
 def test_a_card_names_the_whole_training(folder):
     card = (folder / "README.md").read_text(encoding="utf-8")
-    *_, last = re.findall(r"^.*annotated_transformer.py train .*$", card, re.M)
+    command = r"^.*annotated_transformer.py (?:train|average) .*$"
+    *_, last = re.findall(command, card, re.M)
     facts = [json.loads(path.read_text("utf-8")) for path in FILES]
     [result] = [result for result in facts if result["command"] == last]
     places = [card.index(s["command"]) for s in results.stages(result)]
     assert places == sorted(places)
+
+
+def stage(name, steps, minutes, **more):
+    """A recorded training, with what the table needs."""
+    recipe = dict(seed=more.pop("seed", 0), both=False, r_drop=0)
+    scores = dict(bleu=40.0, bleu_cased=39.0, chrf=64.0)
+    return {
+        "direction": "en-de", "command": f"train {name}", "commit": name,
+        "device": "two cores", "seed": recipe["seed"], "steps": steps,
+        "minutes": minutes, "recipe": recipe, "config": {"src_vocab": 10_000},
+        "val": scores, results.TEST: scores, **more,
+    }  # fmt: skip
+
+
+def test_a_mean_has_all_its_trainings_each_once(tmp_path, monkeypatch):
+    made = {
+        "first": stage("first", 7000, 100),
+        "on": stage("on", 2000, 30, before="first", device="one core"),
+        "other": stage("other", 3000, 50, before="first", seed=1),
+    }
+    mean = stage("mean", 0, 0, mean_of=["first", "on", "other"])
+    for key in ("seed", "steps", "minutes", "recipe"):
+        del mean[key]
+    for name, facts in (made | {"multi30k-mean": mean}).items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(facts), "utf-8")
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    assert results.stages(mean) == [*made.values()]
+    text = results.training_text(mean)
+    commands = re.findall("^train .*$", text, re.M)
+    assert commands == [f"train {name}" for name in (*made, "mean")]
+    assert "the mean of 3 of these" in text
+    [*_, row, _, commits] = results.multi30k_table()
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells[0] == "en-de, mean"
+    assert cells[-4:] == ["12k", "0, 1", "2+1", "180"]
+    assert "`first`+`on`+`other`+`mean`" in commits
 
 
 def test_the_book_finds_it_and_does_without(tmp_path, monkeypatch, capsys):

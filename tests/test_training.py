@@ -291,9 +291,12 @@ def test_batches_in_a_list_are_read_one_after_the_other():
         return book.backward(model, batch, *rest)
 
     recipe = Recipe(steps=4, batch_tokens=100, max_tokens=100)
-    with pytest.raises(InputError, match="ran out before update 4"):
+    with pytest.raises(InputError, match="ran out: update 4 wants 1"):
         weights_after(book.tiny_model(), batches, recipe, gradient=note)
     assert seen == batches
+    recipe = Recipe(steps=2, batch_tokens=200, max_tokens=100)
+    with pytest.raises(InputError, match="update 2 wants 2, and there were 1"):
+        weights_after(book.tiny_model(), batches, recipe)
 
 
 def test_a_small_model_learns_its_training_set():
@@ -312,6 +315,14 @@ def test_a_small_model_learns_its_training_set():
     assert before > 10
     assert book.perplexity(model, pairs) < 1.1
     assert book.exact_matches(model, pairs) == 12
+
+
+def test_nothing_has_no_score_and_no_padding():
+    for score in (lambda: book.perplexity(book.tiny_model(), []),
+                  lambda: book.bleu([], []), lambda: book.bleu(["a"], []),
+                  lambda: book.pad([])):  # fmt: skip
+        with pytest.raises(InputError, match="empty|one at least"):
+            score()
 
 
 def test_perplexity_knows_neither_smoothing_nor_padding():
@@ -486,6 +497,15 @@ def test_an_average_is_the_mean_and_leaves_its_parts_alone(number, shared):
         assert all(a[name].equal(b[name]) for a, b in zip(states, before))
     tied = mean["src_embedding.weight"].equal(mean["tgt_embedding.weight"])
     assert tied == shared
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
+def test_an_average_of_16_bit_weights_loses_nothing(kind):
+    states = [{"w": torch.full((3,), 60_000.0).to(kind)} for _ in range(20)]
+    states[0]["w"][1] /= 4
+    mean = book.average_weights(states)["w"]
+    exact = torch.stack([s["w"].double() for s in states]).mean(0)
+    assert mean.dtype == kind and mean.equal(exact.to(kind))
 
 
 # Devices

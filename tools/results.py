@@ -3,10 +3,15 @@
 python tools/results.py record NAME RUN --corpus DIR --command TEXT
     --commit HASH --device TEXT [--reverse] [--beam W] [--alpha X] [--no-test]
     [--before OTHER]         evaluate a run, write results/NAME.json; OTHER is
-                             the result of the run that it was started from
-python tools/results.py publish NAME RUN FOLDER --corpus DIR
+    [--of OTHER OTHER...]    the result of the run that it was started from; of
+                             a mean, those of the runs that it is the mean of
+python tools/results.py publish NAME RUN FOLDER --corpus DIR [--log FILE]
                              the model of a run in 16 bits, to be passed on,
-                             with its card; NAME is the recorded result
+                             with its card; NAME is the recorded result, FILE
+                             the log to go with it (that in RUN)
+python tools/results.py means LABEL=RUN... --corpus DIR --commit HASH
+    --device TEXT            trainings and their means on the validation set;
+                             rows of another direction stay
 python tools/results.py averaging RUN --corpus DIR --command TEXT
     --commit HASH            the last weights, their mean, and the best
 python tools/results.py levers FOLDER --corpus DIR --commit HASH
@@ -78,6 +83,14 @@ def training_facts(run, log):
     }
 
 
+def mean_facts(run, names):
+    """What is known of the mean of the runs that were recorded as `names`."""
+    facts = book.load_description(run)
+    if len(names) != len(facts["mean_of"]):
+        sys.exit(f"{run} is the mean of {len(facts['mean_of'])} models")
+    return {"mean_of": names, "config": facts["config"]}
+
+
 def record(args):
     """Evaluate on validation and, last, on the test set; write both."""
     run = Path(args.run)
@@ -85,12 +98,16 @@ def record(args):
     if args.reverse:
         translator = translator.reversed()
     languages = translator.src, translator.tgt
+    if args.of:
+        said = mean_facts(run, args.of)
+    else:
+        said = training_facts(run, book.read_log(run))
     facts = {
         "direction": "-".join(languages),
         "command": args.command,
         "commit": args.commit,
         "device": args.device,
-        **training_facts(run, book.read_log(run)),
+        **said,
     }
     if args.before:
         facts["before"] = args.before
@@ -107,10 +124,16 @@ NAMES = {"de": "German", "en": "English", "fr": "French"}
 
 
 def stages(result):
-    """Return the results of a training, first that which it began with."""
-    if "before" not in result:
+    """Return the results of a training, first that which it began with.
+
+    Of a mean, those of all trainings that it is made of, each once.
+    """
+    if "before" in result:
+        return [*stages(read(result["before"])), result]
+    if "mean_of" not in result:
         return [result]
-    return [*stages(read(result["before"])), result]
+    trained = [s for name in result["mean_of"] for s in stages(read(name))]
+    return [s for i, s in enumerate(trained) if s not in trained[:i]]
 
 
 STAGE = """```sh
@@ -119,22 +142,40 @@ STAGE = """```sh
 
 at commit `{commit}`, seed {seed}, {steps:,} updates in {minutes:.0f} minutes \
 on {device}"""
+MEAN = """,
+and it is the mean of {count} of these models, by
+
+```sh
+{command}
+```
+
+at commit `{commit}`"""
+
+
+def training_text(result):
+    """Return what a card says of how a model was trained."""
+    mean = "mean_of" in result  # then --from tells what began where
+    joint = ",\nthen by\n\n" if mean else ",\nand from there by\n\n"
+    text = joint.join(STAGE.format(**stage) for stage in stages(result))
+    if mean:
+        text += MEAN.format(count=len(result["mean_of"]), **result)
+    return text
 
 
 def publish(args):
     """Write the model of a run in 16 bits, without the path it came from."""
     run, folder = Path(args.run), Path(args.folder)
     facts, result = book.load_description(run), read(args.name)
-    kept = ("preset", "recipe", "step", "val_bleu", "data")
+    kept = ("preset", "recipe", "step", "val_bleu", "data", "mean_of")
     translator = book.load_translator(run)
     book.save_translator(
         translator,
         folder,
         half=True,
         corpus="multi30k",
-        **{key: facts[key] for key in kept},
+        **{key: facts[key] for key in kept if key in facts},
     )
-    log = (run / "log.jsonl").read_text(encoding="utf-8")
+    log = Path(args.log or run / "log.jsonl").read_text(encoding="utf-8")
     (folder / "log.jsonl").write_text(log, encoding="utf-8")
     again, rows = book.load_translator(folder), []
     languages = again.src, again.tgt
@@ -160,9 +201,7 @@ def publish(args):
         folder=folder.name,
         example=pairs[0][0],
         size=(folder / "weights.pt").stat().st_size / 1e6,
-        training=",\nand from there by\n\n".join(
-            STAGE.format(**stage) for stage in stages(result)
-        ),
+        training=training_text(result),
         **{k: m[k] for k in ("beam", "signature", "signature_cased",
                              "chrf_signature", "parameters", "alpha")},
     )  # fmt: skip
@@ -176,7 +215,7 @@ def averaging(args):
     pairs = book.corpus_part(
         args.corpus, "val", translator.src, translator.tgt
     )
-    paths = sorted(run.glob("weights-*.pt"))
+    paths = book.snapshots(run)
     states = [book.load_tensors(path) for path in paths]
     choices = {
         f"of update {int(paths[-1].stem[-6:]):,}": states[-1],
@@ -243,6 +282,25 @@ def levers(args):
     rows.sort(key=lambda row: (row["lever"], row["seed"]))
     facts = {"commit": args.commit, "device": args.device, "runs": rows}
     write_json(RESULTS / "levers.json", facts)
+
+
+def means(args):
+    """Measure trainings and their means on the validation set."""
+    rows = []
+    for label, _, folder in (named.rpartition("=") for named in args.runs):
+        translator = book.load_translator(Path(folder))
+        languages = translator.src, translator.tgt
+        pairs = book.corpus_part(args.corpus, "val", *languages)
+        row = {"direction": "-".join(languages), "weights": label}
+        row |= {"commit": args.commit, "device": args.device}
+        for name, beam in (("greedy", 1), ("beam", 4)):
+            row[name], _ = book.measure(translator, pairs, beam, args.alpha)
+        rows.append(row)
+    new = {row["direction"] for row in rows}
+    before = (read("means") or {"rows": []})["rows"]
+    rows += [row for row in before if row["direction"] not in new]
+    rows.sort(key=lambda row: row["direction"])  # within one: as given
+    write_json(RESULTS / "means.json", {"rows": rows})
 
 
 def heart(args):
@@ -318,14 +376,18 @@ def multi30k_table():
     paths = RESULTS.glob("multi30k-*.json")
     for path in sorted(paths, key=lambda path: path.stem):
         r = json.loads(path.read_text("utf-8"))
-        same = {k: v for k, v in r["recipe"].items() if k != "seed"}
+        recipe = stages(r)[-1]["recipe"] | {"mean": "mean_of" in r}
+        same = {k: v for k, v in recipe.items() if k != "seed"}
         key = r["direction"], r["commit"], cores(r), str([same, r["config"]])
-        groups.setdefault(key, []).append(r)
-    for (name, *_), runs in groups.items():
+        groups.setdefault(key, []).append((r, recipe))
+    for (name, *_), members in groups.items():
+        runs, recipe = [r for r, _ in members], members[0][1]
         test, val = ([r[part] for r in runs] for part in (TEST, "val"))
-        both = ", both" if runs[0]["recipe"]["both"] else ""
-        both += ", R-Drop" if runs[0]["recipe"]["r_drop"] else ""
-        seeds = ", ".join(str(r["seed"]) for r in runs)
+        both = ", both" if recipe["both"] else ""
+        both += ", R-Drop" if recipe["r_drop"] else ""
+        both += ", mean" if recipe["mean"] else ""
+        seeds = {s["seed"] for r in runs for s in stages(r)}
+        seeds = ", ".join(map(str, sorted(seeds)))
         [machines] = {with_before(r, cores) for r in runs}
         minutes = round(
             statistics.fmean(
@@ -333,8 +395,13 @@ def multi30k_table():
             )
         )
         steps = with_before(runs[0], lambda r: f"{r['steps'] / 1000:g}") + "k"
+        if recipe["mean"]:  # of many trainings: there is room for sums
+            steps = thousands(sum(s["steps"] for s in stages(runs[0])))
+            machines = "+".join(sorted({*machines.split("+")}, reverse=True))
         pieces = thousands(runs[0]["config"]["src_vocab"])
-        commits.append(with_before(runs[0], lambda r: f"`{r['commit']}`"))
+        commit = with_before(runs[0], lambda r: f"`{r['commit']}`")
+        commit += f"+`{runs[0]['commit']}`" if recipe["mean"] else ""
+        commits.append(commit)
         lines.append(
             f"| {name}{both} | **{spread([t['bleu'] for t in test])}** | "
             f"{average([v['bleu'] for v in val])} | "
@@ -397,6 +464,21 @@ def averaging_table():
     return lines
 
 
+def means_table():
+    """Return the lines of the table of trainings and their means."""
+    lines = [
+        "| pair | weights | greedy | beam | chrF | loss |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in (read("means") or {"rows": []})["rows"]:
+        greedy, beam = row["greedy"], row["beam"]
+        lines.append(
+            f"| {row['direction']} | {row['weights']} | {greedy['bleu']:.1f} "
+            f"| {beam['bleu']:.1f} | {beam['chrf']:.1f} | {beam['loss']:.3f} |"
+        )
+    return lines
+
+
 def heart_table():
     """Return the lines of what models know by heart."""
     lines = [
@@ -427,7 +509,8 @@ def speed_table():
             continue
         middle, *ends = found
         ends = f"{min(ends):.2f} to {max(ends):.2f}" if ends else ""
-        lines.append(f"| {what} | **{middle:.2f}** | {ends} | {aim:g} |")
+        aim = "" if aim is None else f"{aim:g}"
+        lines.append(f"| {what} | **{middle:.2f}** | {ends} | {aim} |")
     copies = [
         f"{row['seconds']:.1f}"
         for row in parts["training"]["rows"]
@@ -509,6 +592,7 @@ TABLES = {
     "multi30k": multi30k_table,
     "expect": expect_table,
     "averaging": averaging_table,
+    "means": means_table,
     "by heart": heart_table,
     "levers": levers_table,
     "full length": full_length_table,
@@ -562,10 +646,17 @@ def main():
     sub.add_argument("--note", default="")
     sub.add_argument("--no-test", action="store_true")  # not chosen: no need
     sub.add_argument("--before", metavar="NAME")
+    sub.add_argument("--of", nargs="+", metavar="NAME")
     sub = commands.add_parser("publish")
     for argument in ("name", "run", "folder"):
         sub.add_argument(argument)
     sub.add_argument("--corpus", required=True)
+    sub.add_argument("--log", metavar="FILE")
+    sub = commands.add_parser("means")
+    sub.add_argument("runs", nargs="+", metavar="LABEL=RUN")
+    for option in ("corpus", "commit", "device"):
+        sub.add_argument(f"--{option}", required=True)
+    sub.add_argument("--alpha", type=float, default=1.5)
     sub = commands.add_parser("averaging")
     sub.add_argument("run")
     for option in ("corpus", "command", "commit"):
@@ -583,7 +674,7 @@ def main():
     commands.add_parser("check")
     args = parser.parse_args()
     name = args.name_of_command
-    if name in ("record", "publish", "averaging", "heart", "levers"):
+    if name in ("record", "publish", "averaging", "heart", "levers", "means"):
         globals()[name](args)
     elif name == "tables":
         print("written:", *tables(write=True))
