@@ -202,6 +202,7 @@ def publish(args):
         example=pairs[0][0],
         size=(folder / "weights.pt").stat().st_size / 1e6,
         training=training_text(result),
+        log="first" if args.log else "last",
         **{k: m[k] for k in ("beam", "signature", "signature_cased",
                              "chrf_signature", "parameters", "alpha")},
     )  # fmt: skip
