@@ -1478,8 +1478,8 @@ class Config:
 # numbers in range: it gives each position, by itself, mean 0 and variance 1,
 # then lets the model choose a gain *g* and a bias *b* for each dimension. (μ
 # and σ² are the mean and variance of x, ε keeps the root from being 0, and ⊙
-# multiplies component by component. *Fills a gap in the paper*, which names no
-# ε: ours is torch's, 10⁻⁵.)
+# multiplies component by component.) *Fills a gap in the paper*, which names
+# no ε: ours is torch's, 10⁻⁵.
 #
 # $$\mathrm{LayerNorm}(x) = g \odot \frac{x - \mu}{\sqrt{\sigma^2 +
 # \varepsilon}} + b$$
@@ -3416,11 +3416,11 @@ def loudness(x, W_1, b_1, W_2): ...
 # In the embedding, the row is multiplied by √D. The paper gives no reason;
 # the likely one is scale. As an output matrix, the rows want a length near 1,
 # so that logits start near variance 1. So we draw components with variance
-# 1/D. (*Fills a gap in the paper*: its published code did so.) As an input,
-# such a row would have components of about 0.04 (for D = 512) and drown beside
-# the positional encoding, whose components lie between −1 and 1. Times √D they
-# have variance 1. Dividing by √D instead would leave them 512 times smaller
-# than that.
+# 1/D. As an input, such a row would have components of about 0.04 (for D =
+# 512) and drown beside the positional encoding, whose components lie between
+# −1 and 1. Times √D they have variance 1. Dividing by √D instead would leave
+# them 512 times smaller than that. *Fills a gap in the paper*, which does not
+# say how they start; its published code drew them so.
 
 
 # %%

@@ -22,6 +22,7 @@ SAID = {
     "turning_attention": {
         "positions are added": "padding on the left",
         "no positions at all": "order of earlier words",
+        "turned before the split": "not pair i of each head",
     },
 }
 

@@ -190,7 +190,7 @@ def test_the_quick_benchmark_of_training_runs_every_form(tmp_path, capsys):
     found = {"training": facts, "decoding_peers": {"rows": []}}
     run.table(found)
     lines = capsys.readouterr().out.splitlines()
-    assert sum("not run" in line for line in lines) == 8  # of decoding
+    assert sum("not run" in line for line in lines) == 10  # of decoding
     assert sum("nn.Transformer" in line for line in lines) == 4
 
 
