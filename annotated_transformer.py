@@ -13886,7 +13886,7 @@ def between_two_trainings():
 # lower than at either end.
 #
 # That alone is no reason to take means. As many updates in *one* training are
-# worth much more here (the last line): these models have much left to
+# worth much more here (the last line printed): these models have much left to
 # learn. A mean is for models to which longer training gives nothing more. Let
 # such a model go on several times, each time with another `--seed`, or with
 # another rate, another dropout or BPE-dropout, and take the mean. It costs
