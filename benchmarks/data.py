@@ -136,7 +136,9 @@ def main():
     args = parser.parse_args()
     if args.measure:
         return measure(args.measure, args.pieces)
-    rows = []
+    from machine import machine
+
+    facts, rows = machine(), []
     for pairs in args.pairs:
         with tempfile.TemporaryDirectory() as name:
             synthesize(Path(name), pairs)
@@ -145,9 +147,7 @@ def main():
         show(first, second)
         rows.append({"first": first, "second": second})
     if args.json:
-        from machine import machine
-
-        facts = {"machine": machine(), "pieces": args.pieces, "rows": rows}
+        facts = {"machine": facts, "pieces": args.pieces, "rows": rows}
         text = json.dumps(facts, indent=1) + "\n"
         Path(args.json).write_text(text, encoding="utf-8")
 

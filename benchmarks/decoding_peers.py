@@ -236,7 +236,7 @@ def main(argv=None):
     option("--json", metavar="FILE", help="write the figures there")
     args = parser.parse_args(argv)
     rounds = 1 if args.quick else args.rounds
-    facts, rows = machine(), []
+    facts, rows = machine(vars(args)), []
     print(json.dumps(facts))
     for title, make, sizes in (
         ("test set", test_set, (64, 128, 256, 512)),

@@ -133,10 +133,14 @@ def main():
     parser.add_argument("--limit", type=int, help="the first N sentences")
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
-    rows = compare(Path(args.model), args.corpus, args.split, args.limit)
+    options = {name: str(value) for name, value in vars(args).items()}
+    facts = machine(options)
+    try:
+        rows = compare(Path(args.model), args.corpus, args.split, args.limit)
+    except book.InputError as error:
+        parser.error(str(error))
     if args.json:
-        facts = {"machine": machine(), "rows": rows}
-        text = json.dumps(facts, indent=1) + "\n"
+        text = json.dumps({"machine": facts, "rows": rows}, indent=1) + "\n"
         Path(args.json).write_text(text, encoding="utf-8")
 
 

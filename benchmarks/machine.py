@@ -13,30 +13,43 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def machine():
-    """What the figures depend on."""
-    cpu = platform.processor()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        cpu = re.search(r"model name\s*: (.*)", info.read_text())[1]
-    git = ["git", "-C", str(ROOT)]
-    commit, changed = (
-        subprocess.run([*git, *words], capture_output=True, text=True).stdout
-        for words in (
-            ["rev-parse", "--short=7", "HEAD"],
-            # the figures themselves, just written, are no change of the code
-            ["status", "--porcelain", "-uno", "--", ".", ":!results"],
-        )
-    )
+def told_by_git(*words):
+    """What git says; nothing where there is none, or no repository."""
+    try:
+        return subprocess.run(
+            ["git", "-C", str(ROOT), *words], capture_output=True, text=True
+        ).stdout.strip()
+    except OSError:
+        return ""
+
+
+def processor(info="/proc/cpuinfo"):
+    """The processor's name, or at least its kind."""
+    text = Path(info).read_text() if Path(info).exists() else ""
+    name = re.search(r"^model name\s*: (.+)", text, re.M)  # not on ARM
+    return name[1] if name else platform.processor() or platform.machine()
+
+
+def machine(options=None):
+    """What the figures depend on; `options`: those of the command."""
+    commit = told_by_git("rev-parse", "--short=7", "HEAD")
+    # the figures themselves, just written, are no change of the code
+    changed = told_by_git("status", "--porcelain", "-uno", "--", ".",
+                          ":!results")  # fmt: skip
     versions = {}
     for name in ("torch", "sentencepiece", "transformers", "ctranslate2"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
     return {
-        "cpu": cpu,
+        "cpu": processor(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "versions": versions,
-        "commit": commit.strip() + "-dirty" * bool(changed),
+        "commit": commit + "-dirty" * bool(changed),
+        "options": {
+            name: Path(value).name if isinstance(value, str) else value
+            for name, value in (options or {}).items()
+            if name != "json"
+        },
     }

@@ -1,9 +1,10 @@
 """How fast does training go, and how far is the limit? benchmarks/training.py
 
   peer      the same architecture from torch.nn.Transformer with cross_entropy
-            and nn.Dropout, on the same batches, against ours in 32 and in 16
-            bits, in alternation: tiny (4,096 places) and base (1,024), both
-            with V = 10,000, without padding
+            and nn.Dropout, on the same batches, against ours, each in 32 and
+            in 16 bits (the peer's by autocast) and with a fused Adam, in
+            alternation: tiny (4,096 places) and base (1,024), both with
+            V = 10,000, without padding
   forms     the chapter's forms, one means more in each, on the captions of
             --corpus (random lengths without it), tiny, V = 10,000: random
             batches of 128 pairs, then of 4,096 places
@@ -13,7 +14,8 @@
   copy      the copy task from start to end in a process of its own, five
             seeds
 
-`--processes` adds two processes of one thread, joined by torchrun, to `forms`.
+`--processes` adds two processes of one thread, joined by torchrun, to `forms`:
+40 updates of the command `train` in each round, in alternation with the rest.
 Prints rates and ratios: the median of the rounds, the least and the largest.
 Needs an otherwise idle machine, and `pip install -r tests/peers.txt -c
 constraints.txt`.
@@ -24,9 +26,11 @@ import itertools
 import json
 import os
 import re
+import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -49,35 +53,42 @@ def spread(values):
 
 
 def in_turn(runs, rounds):
-    """{name: [tokens a second of each round]} of functions, in alternation."""
+    """{name: [tokens a second of each round]} of functions, in alternation.
+
+    A function returns its tokens, or (tokens, seconds) if not all of the time
+    it takes is to be counted.
+    """
     rates = {name: [] for name in runs}
     for turn in range(rounds + 1):
         for name, run in runs.items():
             began = time.perf_counter()
-            tokens = run()
-            rate = tokens / (time.perf_counter() - began)
+            tokens, taken = run(), time.perf_counter() - began
+            if isinstance(tokens, tuple):
+                tokens, taken = tokens
+            rate = tokens / taken
             if turn:  # the first warms up
                 rates[name].append(rate)
     return rates
 
 
-def show(title, rates, base):
+def show(title, rates, *bases):
     """Print one setting's rates, and return it as rows."""
     rows = []
     for name, found in rates.items():
-        ratios = [rate / other for rate, other in zip(found, rates[base])]
         row = {
             "setting": title,
             "form": name,
             "tokens_per_second": spread(found),
-            f"over_{base}": spread(ratios),
         }
-        middle, least, most = row[f"over_{base}"]
-        print(
-            f"{title:8} {name:24} {row['tokens_per_second'][0]:9.1f} "
-            f"tokens/s  {middle:5.2f} of {base} ({least:.2f} to {most:.2f})",
-            flush=True,
+        line = (
+            f"{title:8} {name:24} {row['tokens_per_second'][0]:9.1f} tokens/s"
         )
+        for base in bases:
+            ratios = [rate / other for rate, other in zip(found, rates[base])]
+            row[f"over_{base}"] = spread(ratios)
+            middle, least, most = row[f"over_{base}"]
+            line += f"  {middle:5.2f} of {base} ({least:.2f} to {most:.2f})"
+        print(line, flush=True)
         rows.append(row)
     return rows
 
@@ -105,17 +116,22 @@ def our_update(config, batch, half):
     return lambda: next(updates).tokens
 
 
-def peers_update(config, batch):
-    """A function that makes an update of torch's own Transformer."""
+def peers_update(config, batch, half=False):
+    """A function that makes an update of torch's own Transformer.
+
+    `half`: with autocast to bfloat16, PyTorch's own way to 16-bit products.
+    """
     torch.manual_seed(0)
     model = peers.torch_transformer(config).train()
-    optimizer = book.adam(model, fused=False)
+    optimizer = book.adam(model)  # fused, as ours
     for group in optimizer.param_groups:
         group["lr"] = 1e-5
 
     def update():
         optimizer.zero_grad()
-        model.loss(batch).backward()
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
+            loss = model.loss(batch)
+        loss.backward()
         optimizer.step()
         return batch.count()
 
@@ -134,10 +150,12 @@ def against_the_peer(args):
         batch = full_batch(places, vocab)
         runs = {
             "peer": peers_update(config, batch),
+            "peer in 16 bits": peers_update(config, batch, True),
             "ours, 32 bits": our_update(config, batch, False),
             "ours, 16-bit products": our_update(config, batch, True),
         }
-        rows += show(preset, in_turn(runs, args.rounds), "peer")
+        rates = in_turn(runs, args.rounds)
+        rows += show(preset, rates, "peer", "peer in 16 bits")
     return rows
 
 
@@ -172,38 +190,43 @@ def the_forms(args):
         return several
 
     runs = {form: of(form) for form in book.FORMS}
-    rates = in_turn(runs, args.rounds)
-    if args.processes:
-        name = "two processes"
-        rates[name] = [two_processes(args) for _ in range(args.rounds)]
+    with tempfile.TemporaryDirectory() as folder:
+        if args.processes:
+            counts = [b.count() for b in next_batches(pairs, places, 100)]
+            tokens = statistics.mean(counts)
+            runs["two processes"] = lambda: two_processes(args, folder, tokens)
+        rates = in_turn(runs, args.rounds)
     return show("forms", rates, book.FORMS[0])
 
 
-def two_processes(args):
-    """Tokens a second of `train` by torchrun with two processes."""
-    import tempfile
+def next_batches(pairs, places, number):
+    """The first batches of a training."""
+    return itertools.islice(book.stream(pairs, places, 0), number)
 
-    steps = 60 if args.quick else 100
-    with tempfile.TemporaryDirectory() as folder:
-        command = [
-            sys.executable, "-m", "torch.distributed.run", "--standalone",
-            "--nproc-per-node", "2", str(ROOT / "annotated_transformer.py"),
-            "train", "--corpus", args.corpus or "toy", "--src", "en", "--tgt",
-            "de", "--preset", "laptop", "--norm-first", "--dropout", "0.3",
-            "--half", "--steps", str(steps), "--save-every", "100000",
-            "--ema", "0", "--pieces", "0" if not args.corpus else "10000",
-            "--batch-tokens", "500" if args.quick else "4096",
-            "--out", f"{folder}/run",
-        ]  # fmt: skip
-        if not args.corpus:
-            command[command.index("en")] = "de"
-            command[command.index("--tgt") + 1] = "en"
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        subprocess.run(command, check=True, env=environment, timeout=1200,
-                       capture_output=True)  # fmt: skip
-        log = book.read_log(Path(folder) / "run")
-    rates = [e["tokens_per_second"] for e in log if "loss" in e]
-    return statistics.median(rates[len(rates) // 2 :])
+
+def two_processes(args, folder, tokens):
+    """(tokens, seconds) of 40 updates of `train` by torchrun, two processes.
+
+    `tokens`: how many an update has, in the mean.
+    """
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone",
+        "--nproc-per-node", "2", str(ROOT / "annotated_transformer.py"),
+        "train", "--corpus", args.corpus or "toy",
+        "--src", "en" if args.corpus else "de",
+        "--tgt", "de" if args.corpus else "en",
+        "--preset", "tiny", "--half", "--steps", "60", "--save-every",
+        "100000", "--pieces", "10000" if args.corpus else "0",
+        "--batch-tokens", "500" if args.quick else "4096",
+        "--cache", f"{folder}/cache", "--out", f"{folder}/run",
+    ]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    shutil.rmtree(f"{folder}/run", ignore_errors=True)
+    subprocess.run(command, check=True, env=environment, timeout=1200,
+                   capture_output=True)  # fmt: skip
+    log = book.read_log(Path(folder) / "run")
+    at = {e["step"]: e["seconds"] for e in log if "loss" in e}
+    return 40 * tokens, at[60] - at[20]
 
 
 # ---------------------------------------------------------------- the limit
@@ -311,7 +334,7 @@ def main(argv=None):
     option("--json", metavar="FILE", help="write the figures there")
     args = parser.parse_args(argv)
     args.rounds = 1 if args.quick else args.rounds
-    facts, rows = machine(), []
+    facts, rows = machine(vars(args)), []
     print(json.dumps(facts))
     for name in args.only or PARTS:
         rows += PARTS[name](args)

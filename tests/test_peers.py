@@ -14,6 +14,7 @@ sys.path.insert(0, str(book.Path(book.__file__).parent / "benchmarks"))
 
 import decoding_peers  # noqa: E402
 import export  # noqa: E402
+import machine  # noqa: E402
 import peers  # noqa: E402
 import run  # noqa: E402
 import training  # noqa: E402
@@ -185,13 +186,57 @@ def test_the_quick_benchmark_of_training_runs_every_form(tmp_path, capsys):
     forms = [row["form"] for row in rows if row["setting"] == "forms"]
     assert forms == list(book.FORMS)
     ours = [row for row in rows if "over_peer" in row]
-    assert len(ours) == 6 and all(row["over_peer"][0] > 0 for row in ours)
+    assert len(ours) == 8 and all(row["over_peer"][0] > 0 for row in ours)
     assert all(0 < row["share"][0] for row in rows if "share" in row)
     found = {"training": facts, "decoding_peers": {"rows": []}}
     run.table(found)
     lines = capsys.readouterr().out.splitlines()
     assert sum("not run" in line for line in lines) == 10  # of decoding
-    assert sum("nn.Transformer" in line for line in lines) == 4
+    assert sum("nn.Transformer" in line for line in lines) == 6
+
+
+def test_a_benchmark_says_at_once_what_it_cannot_use(tmp_path, capsys):
+    for wrong, told in (
+        (["--corpus", str(tmp_path)], "train.en"),
+        (["--corpus", "toy", "--model", str(tmp_path)], "model.json"),
+        (["--model", "results/model-en-de"], "--corpus"),
+        (["--pairs", "many"], "many"),
+    ):
+        with pytest.raises(SystemExit):
+            run.main(wrong)
+        assert told in capsys.readouterr().err
+
+
+def test_a_ratio_of_speeds_is_that_of_the_rounds():
+    """Not that of two medians, which may come from different rounds."""
+    row = {"setting": "base", "width": 1, "program": "Marian"}
+    times = {"Marian": [1.0, 2.0, 6.0], "ours, bf16": [1.0, 1.0, 2.0]}
+    rows = [
+        row | {"program": name, "seconds": found, "ours_over_it": [1, 1, 1]}
+        for name, found in times.items()
+    ]
+    reached = {
+        what: found
+        for what, found, _ in run.aims(
+            {"training": {"rows": []}, "decoding_peers": {"rows": rows}}
+        )
+    }
+    assert reached["base, greedy, ours in 16 bits over Marian"] == [2, 1, 3]
+
+
+def test_the_machine_is_named_even_without_git_or_a_name(
+    tmp_path, monkeypatch
+):
+    """No git, as in a folder that was unpacked; no name, as on ARM."""
+    info = tmp_path / "cpuinfo"
+    info.write_text("processor\t: 0\nBogoMIPS\t: 50.00\n", "utf-8")
+    assert machine.processor(info)
+    info.write_text("model name\t: A Fast One\n", "utf-8")
+    assert machine.processor(info) == "A Fast One"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    facts = machine.machine({"corpus": f"{tmp_path}/captions", "rounds": 5})
+    assert facts["commit"] == "" and facts["cpu"]
+    assert facts["options"] == {"corpus": "captions", "rounds": 5}
 
 
 def test_the_comparison_of_exports_counts_what_differs(

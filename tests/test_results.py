@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,7 +25,30 @@ COMMANDS = (
 
 
 def test_the_tables_are_those_of_the_results():
-    assert results.tables(write=False) == []
+    stale = results.tables(write=False)
+    assert stale == [], "`make tables`, or `git checkout results`"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    ["<!-- end multi30k -->", "<!-- end of multi31k -->", ""],
+    ids=["another word", "another name", "none"],
+)
+def test_a_marker_that_is_lost_is_noticed(wrong):
+    """Else the table between would be left as it is, whatever it says."""
+    text = (results.ROOT / "README.md").read_text("utf-8")
+    end = "<!-- end of multi30k -->"
+    assert text.count(end) == 1
+    results.with_tables(text, "")  # nothing to complain of
+    with pytest.raises(SystemExit, match="multi3"):
+        results.with_tables(text.replace(end, wrong), "")
+
+
+def test_a_model_without_a_result_is_not_published(tmp_path):
+    args = SimpleNamespace(name="misspelt", run=MODEL, folder=tmp_path / "new")
+    with pytest.raises(SystemExit, match="misspelt.json is not there"):
+        results.publish(args)
+    assert not args.folder.exists()
 
 
 def test_a_stale_table_is_noticed(tmp_path, monkeypatch):
@@ -108,7 +132,7 @@ def test_a_mean_has_all_its_trainings_each_once(tmp_path, monkeypatch):
     text = results.training_text(mean)
     commands = re.findall("^train .*$", text, re.M)
     assert commands == [f"train {name}" for name in (*made, "mean")]
-    assert "the mean of 3 of these" in text
+    assert "the mean of these 3 models" in text
     [*_, row, _, commits] = results.multi30k_table()
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     assert cells[0] == "en-de, mean"

@@ -1,9 +1,9 @@
 """Make notebooks/annotated_transformer.ipynb from annotated_transformer.py.
 
-python tools/notebook.py execute [FILE]  run every cell, write the notebook
-python tools/notebook.py sync            source to notebook, running nothing
-python tools/notebook.py check           fail where the two differ
-python tools/notebook.py pictures        write images/ from its charts
+python tools/notebook.py execute [OUT.ipynb]  run all, write the notebook
+python tools/notebook.py sync                 source to notebook, run nothing
+python tools/notebook.py check                fail where the two differ
+python tools/notebook.py pictures             write images/ from its charts
 """
 
 import base64
@@ -304,7 +304,7 @@ def main(arguments):
     match arguments:
         case ["execute"]:
             execute(NOTEBOOK)
-        case ["execute", path]:
+        case ["execute", path] if path.endswith(".ipynb"):
             execute(Path(path))
         case ["sync"]:
             sync()

@@ -1,6 +1,6 @@
 """Write the book's notebook as one page to read, which needs nothing else.
 
-python tools/page.py FILE
+python tools/page.py OUT.html
 
 Prose, code, outputs, live charts and what draws them, pictures and a font
 for formulas all lie in the one file, so it asks no host for anything. What
@@ -231,6 +231,6 @@ def build(notebook_path, out_path):
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
+    if len(sys.argv) != 2 or not sys.argv[1].endswith(".html"):
         sys.exit(__doc__)
     build(NOTEBOOK, sys.argv[1])

@@ -141,9 +141,9 @@ STAGE = """```sh
 ```
 
 at commit `{commit}`, seed {seed}, {steps:,} updates in {minutes:.0f} minutes \
-on {device}"""
+on {device}{remark}"""
 MEAN = """,
-and it is the mean of {count} of these models, by
+and it is the mean of these {count} models, by
 
 ```sh
 {command}
@@ -156,7 +156,12 @@ def training_text(result):
     """Return what a card says of how a model was trained."""
     mean = "mean_of" in result  # then --from tells what began where
     joint = ",\nthen by\n\n" if mean else ",\nand from there by\n\n"
-    text = joint.join(STAGE.format(**stage) for stage in stages(result))
+    text = joint.join(
+        STAGE.format(
+            remark=f" ({stage['note']})" if stage.get("note") else "", **stage
+        )
+        for stage in stages(result)
+    )
     if mean:
         text += MEAN.format(count=len(result["mean_of"]), **result)
     return text
@@ -166,6 +171,8 @@ def publish(args):
     """Write the model of a run in 16 bits, without the path it came from."""
     run, folder = Path(args.run), Path(args.folder)
     facts, result = book.load_description(run), read(args.name)
+    if result is None:  # before anything is overwritten
+        sys.exit(f"results/{args.name}.json is not there: record it first")
     kept = ("preset", "recipe", "step", "val_bleu", "data", "mean_of")
     translator = book.load_translator(run)
     book.save_translator(
@@ -203,6 +210,7 @@ def publish(args):
         size=(folder / "weights.pt").stat().st_size / 1e6,
         training=training_text(result),
         log="first" if args.log else "last",
+        made="digests of its parts" if "mean_of" in facts else "recipe",
         **{k: m[k] for k in ("beam", "signature", "signature_cased",
                              "chrf_signature", "parameters", "alpha")},
     )  # fmt: skip
@@ -605,7 +613,14 @@ TABLES = {
 
 def with_tables(text, prefix):
     """Return a file's text with the lines between its markers made anew."""
+    marks = r"<!-- (?:end of )?(.+?)(?:: tools/results\.py)? -->"
+    found = re.findall(f"^{prefix}{marks}$", text, re.M)
+    for name in found:
+        if name not in TABLES or found.count(name) != 2:
+            sys.exit(f"markers of the table {name!r}: a misspelt or lost one")
     for name, table in TABLES.items():
+        if name not in found:
+            continue
         lines = "\n".join((prefix + line).rstrip() for line in table())
         start, end = (
             f"{prefix}<!-- {name}: tools/results.py -->",
@@ -614,16 +629,23 @@ def with_tables(text, prefix):
         pattern = re.escape(start) + r"\n.*?" + re.escape(end)
         blank = prefix.rstrip()
         fresh = f"{start}\n{blank}\n{lines}\n{blank}\n{end}"
-        text = re.sub(pattern, lambda _, f=fresh: f, text, flags=re.S)
+        text, count = re.subn(pattern, lambda _, f=fresh: f, text, flags=re.S)
+        if count != 1:
+            sys.exit(f"markers of the table {name!r} stand in a wrong order")
     return text
 
 
 def tables(write):
     """Write the tables, or return the files in which they are stale."""
     stale = []
+    texts = {
+        name: (ROOT / name).read_text(encoding="utf-8") for name in PLACES
+    }
+    for name in TABLES:
+        if not any(f"<!-- {name}: tools" in text for text in texts.values()):
+            sys.exit(f"no markers of the table {name!r} in {', '.join(texts)}")
     for name, prefix in PLACES.items():
-        path = ROOT / name
-        old = path.read_text(encoding="utf-8")
+        path, old = ROOT / name, texts[name]
         new = with_tables(old, prefix)
         if new != old:
             stale.append(name)
