@@ -325,7 +325,29 @@ def test_products_in_16_bits_are_an_option_too(capsys, monkeypatch, tmp_path):
         done = run(capsys, "translate", *model, "--half", *more, TEXTS[0])
         assert done[0] == 0
     assert kinds == [None, torch.bfloat16, torch.bfloat16]
-    refused(capsys, "translate", *model, "--half", "--int8", TEXTS[0])
+
+
+def test_a_model_of_both_directions_translates_back(
+    capsys, monkeypatch, corpus, tmp_path
+):
+    """The source begins with the tag of the language that is wanted."""
+    book.save_translator(KINDS["both directions"](), tmp_path)
+    tags, real = [], book.Translator.search
+
+    def watched(self, sentences, *how):
+        tags.extend(tokens[0] for tokens in sentences)
+        return real(self, sentences, *how)
+
+    monkeypatch.setattr(book.Translator, "search", watched)
+    model = "--model", tmp_path, "--device", "cpu", "--beam", 1
+    for more in ([], ["--reverse"]):
+        assert run(capsys, "translate", *model, *more, TEXTS[0])[0] == 0
+    assert tags == ["<2en>", "<2de>"]
+    path = tmp_path / "figures.json"
+    where = "--corpus", corpus, "--json", path
+    assert run(capsys, "evaluate", *model, "--reverse", *where)[0] == 0
+    facts = book.json.loads(path.read_text("utf-8"))
+    assert facts["direction"] == "en-de"
 
 
 def test_without_such_products_it_is_refused(capsys, monkeypatch, tmp_path):

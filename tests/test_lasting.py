@@ -246,7 +246,103 @@ def test_a_run_is_not_resumed_with_other_levers(
     assert contents(out) == before
 
 
+def test_a_run_that_ends_at_rate_0_has_that_end(capsys, few, small, tmp_path):
+    """Else the rate would jump from nothing to a part of its peak."""
+    out, linear = tmp_path / "out", ["--decay", "linear"]
+    trained(few, out, 2, *linear)
+    before = contents(out)
+    command = training_command(few, out, 4, *linear, "--resume")
+    message = refused(capsys, *command)
+    assert " steps has changed" in message and str(out) in message
+    assert contents(out) == before
+
+
+@pytest.mark.parametrize(
+    "one, other",
+    [
+        ([], ["--r-drop", 1]),
+        (["--r-drop", 1], ["--r-drop", 5]),
+        ([], ["--dropout", 0.5]),
+        ([], ["--attention-dropout", 0.5]),
+        ([], ["--norm-first"]),
+        ([], ["--half"]),
+        ([], ["--factor", 2]),
+        ([], ["--warmup", 5]),
+        ([], ["--batch-tokens", 200]),
+        (["--pieces", 150], ["--pieces", 150, "--bpe-dropout", 0.5]),
+        (["--pieces", 150], ["--pieces", 150, "--both"]),
+        (["--warmup", 1], ["--warmup", 1, "--decay", "linear"]),
+    ],
+    ids=lambda options: " ".join(map(str, options)) or "plain",
+)
+def test_no_lever_is_ignored(few, small, tmp_path, one, other):
+    runs = [
+        checkpoint(trained(few, tmp_path / name, 3, *options))["model"]
+        for name, options in (("one", one), ("other", other))
+    ]
+    if one and "--both" in other:  # the tags are two words more
+        assert len(runs[0]) == len(runs[1])
+    assert not same(*runs)
+
+
+def test_the_moving_average_is_what_is_kept(few, small, tmp_path):
+    out = trained(few, tmp_path / "out", 3, "--ema", 0.9, "--save-every", 3)
+    moving = checkpoint(out)["moving"]
+    assert not same(weights(out), checkpoint(out)["model"])
+    kept = book.load_translator(out).model.parameters()
+    assert same([*moving], [weight.detach() for weight in kept])
+
+
+def test_compile_reaches_the_model(few, small, tmp_path, monkeypatch, capsys):
+    """What torch.compile makes of it is torch's; here it is only called."""
+    compiled = []
+
+    def watched(function, **how):
+        compiled.append((function, how))
+        return function
+
+    monkeypatch.setattr(torch, "compile", watched)
+    monkeypatch.setattr(book, "check_compiler", lambda device: None)
+    trained(few, tmp_path / "plain", 1)
+    assert not compiled
+    trained(few, tmp_path / "compiled", 1, "--compile")
+    [(function, how)] = compiled
+    assert function.__func__ is book.Transformer.states and how["dynamic"]
+    monkeypatch.undo()
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    command = training_command(few, tmp_path / "none", 1, "--compile")
+    assert "C++ compiler" in refused(capsys, *command)
+
+
 # -------------------------------------------------- which weights are kept
+
+
+def test_of_both_directions_the_mean_decides(
+    few, small, tmp_path, monkeypatch
+):
+    pairs = book.read_pairs(few, "val", "de", "en")
+    seen, scores = [], iter([10, 20])
+
+    def bleu(outputs, references):
+        seen.append((list(outputs), list(references)))
+        return types.SimpleNamespace(score=next(scores))
+
+    monkeypatch.setattr(book, "bleu", bleu)
+    asked, real = [], book.Translator.translate
+
+    def watched(self, texts, *how):
+        asked.append((self.src, self.tgt, list(texts)))
+        return real(self, texts, *how)
+
+    monkeypatch.setattr(book.Translator, "translate", watched)
+    out = tmp_path / "out"
+    how = ["--pieces", 150, "--both", "--average", 1]
+    trained(few, out, 1, *how)
+    german, english = map(list, zip(*pairs))
+    assert asked == [("de", "en", german), ("en", "de", english)]
+    assert [references for _, references in seen] == [english, german]
+    assert read_scores(out) == [15]
+    assert book.load_description(out)["val_bleu"] == 15
 
 
 @pytest.mark.parametrize(
@@ -284,12 +380,12 @@ def test_two_processes_may_write_one_file(tmp_path, monkeypatch):
     path = tmp_path / "pairs.pt"
 
     def write(unfinished):
-        if process == "first":  # meanwhile another writes all of it
+        with unfinished.open("w", encoding="utf-8") as file:
+            file.write("who")  # and meanwhile another writes all of it
             monkeypatch.setattr(os, "getpid", lambda: 2)
             book.write_whole(path, lambda p: p.write_text("other", "utf-8"))
-        unfinished.write_text("whole", encoding="utf-8")
+            file.write("le")
 
-    process = "first"
     book.write_whole(path, write)
     assert path.read_text("utf-8") == "whole"
     assert [*tmp_path.iterdir()] == [path]
@@ -555,7 +651,8 @@ class Writer:
         self.values += self.waiting
         self.waiting = []
 
-    close = flush
+    def close(self):
+        """Writes the rest; but a kill comes before it."""
 
 
 def test_values_of_the_log_reach_tensorboard(
@@ -579,7 +676,7 @@ def test_values_of_the_log_reach_tensorboard(
     assert Writer.all[1].how["purge_step"] == 21
     told = [v for w in Writer.all for v in w.values + w.waiting]
     assert told == logged
-    # What is neither flushed nor closed would be lost with the process.
+    # What is not flushed at once would be lost if the process were killed.
     assert all(writer.waiting == [] for writer in Writer.all)
 
 

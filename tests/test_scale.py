@@ -417,6 +417,7 @@ texts, _ = book.training_pairs(folder, "de", "en")
 pairs = book.EncodedCorpus(texts, folder / "pairs.pt").pairs(translator)
 next(book.stream(pairs, 4096))
 print(len(pairs), len(pairs.tokens), peak() - before)
+assert str(folder / "pairs.pt") in Path("/proc/self/maps").read_text()
 """
 
 
