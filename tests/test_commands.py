@@ -607,6 +607,7 @@ class Perfect:
         (["--alpha", -1], "--alpha"),
         (["--alpha", "nan"], "--alpha"),
         (["--alpha", "inf"], "--alpha"),
+        (["--alpha", 400], "--alpha"),
         (["--nbest", 5, "--beam", 4], "--nbest"),
         (["--nbest", -1], "--nbest"),
         (["--half", "--int8"], "--half"),
@@ -949,8 +950,44 @@ def test_a_model_is_not_overwritten(capsys, own, corpus):
 def test_nothing_to_resume_is_an_error(capsys, corpus, tmp_path):
     out = tmp_path / "none"
     message = refused(capsys, *training_command(corpus, out, 6, "--resume"))
-    assert str(out) in message and "resume" in message
+    assert str(out) in message and "without --resume" in message
     assert not out.exists()
+    out.mkdir()
+    (out / "model.json").write_text("{}", encoding="utf-8")
+    message = refused(capsys, *training_command(corpus, out, 6, "--resume"))
+    assert "another --out" in message
+
+
+def test_a_corpus_may_be_elsewhere_when_a_run_is_resumed(
+    capsys, own, corpus, model, tmp_path
+):
+    """Its texts decide, not their path."""
+    moved = shutil.copytree(corpus, tmp_path / "moved")
+    arguments = training_command(moved, own, 6, "--resume")
+    assert run(capsys, *arguments)[0] == 0
+    for name in ("model", "optimizer", "random"):
+        assert same(checkpoint(own)[name], checkpoint(model)[name])
+
+
+def test_words_that_occur_once_are_no_vocabulary(capsys, tmp_path):
+    for part, language in itertools.product(("train", "val"), ("de", "en")):
+        lines = [f"{part}{language}{n}" for n in range(20)]
+        path = tmp_path / f"{part}.{language}"
+        path.write_text("\n".join(lines), encoding="utf-8")
+    message = refused(capsys, *training_command(tmp_path, tmp_path / "out", 1))
+    assert "occurs 2 times" in message and "--pieces" in message
+
+
+def test_a_corpus_of_long_lines_only_is_refused(capsys, tmp_path):
+    """Lines of 3,000 words too, which sentencepiece would leave out."""
+    for part, language in itertools.product(("train", "val"), ("de", "en")):
+        path = tmp_path / f"{part}.{language}"
+        line = " ".join(f"{language}{n % 50}" for n in range(3000))
+        path.write_text(f"{line}\n" * 3, encoding="utf-8")
+    for pieces in (0, 50):
+        command = training_command(tmp_path, tmp_path / "out", 1)
+        message = refused(capsys, *command, "--pieces", pieces)
+        assert "at most 100 tokens" in message and "a line of its" in message
 
 
 @pytest.mark.parametrize(

@@ -507,6 +507,24 @@ def test_after_a_good_host_no_other_is_asked(host, server, tmp_path):
     assert server.requests == [f"/good/{NAME}"]
 
 
+def test_two_processes_may_download_one_file(host, tmp_path, monkeypatch):
+    """The second does all of it while the first looks at its digest."""
+    real, calls = book.sha256, []
+
+    def sha256(path):
+        calls.append(path)
+        if len(calls) == 1:
+            with monkeypatch.context() as patch:
+                patch.setattr(book.os, "getpid", lambda: 2)
+                book.fetch(NAME, tmp_path, [host("good")])
+        return real(path)
+
+    monkeypatch.setattr(book, "sha256", sha256)
+    path = book.fetch(NAME, tmp_path, [host("good")])
+    assert path.read_bytes() == CONTENT and len(calls) > 2
+    assert list(tmp_path.iterdir()) == [path]
+
+
 def test_a_host_that_does_not_answer_is_passed_over(host, tmp_path):
     nobody = "http://127.0.0.1:9/"  # the port of the discard protocol
     path = book.fetch(NAME, tmp_path, [nobody, host("good")])

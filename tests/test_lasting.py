@@ -5,6 +5,8 @@ import json
 import math
 import os
 import random
+import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -193,19 +195,60 @@ def test_half_a_file_is_never_left_in_the_place_of_a_whole_one(
     before = contents(out)
 
     def full_disk(state, path):
-        Path(path).write_bytes(b"half a file")
-        raise OSError(28, "No space left on device")
+        """As torch.save does where the bytes find no room."""
+        most = 1000  # of each file that is written here
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
+        try:
+            save(state, path)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
     monkeypatch.setattr(torch, "save", full_disk)
     arguments = training_command(few, out, 8, *LEVERS, "--resume")
-    assert "No space left" in refused(capsys, *arguments)
+    message = refused(capsys, *arguments)
+    assert "no space left?" in message and str(out) in message
     after = contents(out)
+    assert after.keys() == before.keys()
     for name in before.keys() - {"log.jsonl", "model.json"}:
         assert after[name] == before[name], name
     monkeypatch.setattr(torch, "save", save)
     resume(few, out, 8, *LEVERS)
     whole = trained(few, tmp_path / "whole", 4, *LEVERS)
     assert same_run(out, resume(few, whole, 8, *LEVERS))
+
+
+def test_ctrl_c_leaves_no_half_file(tmp_path):
+    def write(path):
+        path.write_text("ha", encoding="utf-8")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        book.write_whole(tmp_path / "file", write)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_no_number_is_not_saved(capsys, few, small, tmp_path):
+    """A run that diverges ends, and its last checkpoint is a good one."""
+    out = tmp_path / "out"
+    how = ["--warmup", 1, "--factor", 1e6, "--save-every", 1]
+    message = refused(capsys, *training_command(few, out, 9, *how))
+    assert re.search(r"update \d+: the loss or a weight is no num", message)
+    assert "--factor" in message and "--warmup" in message
+    for weight in checkpoint(out)["model"].values():
+        assert weight.isfinite().all()
+
+
+def test_half_a_file_in_a_cache_goes_after_a_day(few, small, tmp_path):
+    """Not sooner: another run may just be writing it."""
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    old, new = (cache / f"pairs.pt.{n}.part" for n in (1, 2))
+    for path in (old, new):
+        path.write_text("half", encoding="utf-8")
+    os.utime(old, (0, 0))
+    trained(few, tmp_path / "out", 1, "--cache", cache)
+    assert {path.name for path in cache.iterdir()} == {"pairs.pt", new.name}
 
 
 def test_everything_written_loads_as_tensors_only(whole):
