@@ -6781,11 +6781,6 @@ class Recipe:
             raise InputError("clip must be a number above 0, or None")
         if self.decay not in ("root", "linear"):
             raise InputError('decay must be "root" or "linear"')
-        if self.decay == "linear" and self.steps < self.warmup:
-            raise InputError(
-                "a linear decay follows the warm-up: steps must be at least "
-                f"warmup, which is {self.warmup}"
-            )
 
     def rate(self, n, d_model):
         """The learning rate of update n."""
@@ -17668,6 +17663,9 @@ def run_train(args):
     recipe, sizes, pieces = settings_of(args)
     facts = {"languages": [args.src, args.tgt], "preset": args.preset}
     facts |= {"corpus": str(args.corpus), "recipe": asdict(recipe)}
+    if recipe.decay == "linear" and recipe.steps < recipe.warmup:
+        say(f"note: {recipe.steps:,} updates are all warm-up (--warmup "
+            f"{recipe.warmup:,}), so the rate will not fall")  # fmt: skip
     if recipe.decay == "root":  # then the length of a run may change
         del facts["recipe"]["steps"]
     saved = saved_description(folder) if args.resume else None

@@ -300,6 +300,16 @@ def test_a_run_that_ends_at_rate_0_has_that_end(capsys, few, small, tmp_path):
     assert contents(out) == before
 
 
+@pytest.mark.parametrize("steps, falls", [(2, False), (3, True)])
+def test_a_run_that_is_all_warm_up_says_so(
+    capsys, few, small, tmp_path, steps, falls
+):
+    linear = ["--decay", "linear", "--warmup", 3]
+    command = training_command(few, tmp_path / "out", steps, *linear)
+    status, _, errors = run(capsys, *command)
+    assert status == 0 and ("the rate will not fall" in errors) is not falls
+
+
 @pytest.mark.parametrize(
     "one, other",
     [

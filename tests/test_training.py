@@ -353,7 +353,6 @@ def test_perplexity_knows_neither_smoothing_nor_padding():
         (dict(clip=-1.0), "clip must be a number above 0"),
         (dict(factor=math.nan), "factor must be a number above 0"),
         (dict(decay="fast"), 'decay must be "root" or "linear"'),
-        (dict(decay="linear", steps=299, warmup=300), "warmup, which is 300"),
     ],
 )
 def test_impossible_recipes_are_refused(wrong, words):
