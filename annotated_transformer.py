@@ -671,12 +671,16 @@ def heat_maps(panels, x, y, title, description, **options):
 #   neighbours, k words at a time. It shortens the path, yet still needs a
 #   stack of layers to span a sentence.
 #
-# Attention connects every position with every other in one step. Its
-# price is a table of all pairs, so the work grows with the square of the
-# length. Table 1 of the paper counts the operations. Here they are for a
-# caption of 14 words and for a page of 1,000, at the width d = 512 of the
-# paper's base model and with convolutions of width 3 (*dilated*, that is,
-# with gaps that grow from layer to layer, so that log₃ n layers span n words).
+# Attention connects every position with every other in one step. Its price is
+# a table of all pairs, so the work grows with the square of the length. Table
+# 1 of the paper counts the operations. In all three, each word is a row of d
+# numbers; d is the *width* of the model. Attention compares n · n pairs of
+# words, each by d multiplications. A recurrent layer multiplies each of the n
+# words with a d × d matrix, and a convolution that sees k words at once does
+# so k times. Here is what that makes for a caption of 14 words and for a page
+# of 1,000, with d = 512, as in the smaller of the paper's models (*base*), and
+# k = 3. (The convolutions are *dilated*: their gaps grow from layer to layer,
+# so that log₃ n layers span n words.)
 
 
 # %%
@@ -713,7 +717,8 @@ def cost_of_a_layer(d=512, k=3):
 # both layers. Count every multiplication, for n words of width d: in
 # self-attention with its four d × d matrices, and in a recurrent layer, which
 # has two, one for the word and one for the state before it. The cell counts
-# them one by one; find the formulas.
+# them one by one; find the formulas. (What queries, keys and values are is
+# said in Section 3.2; here they are only counted.)
 
 
 # %%
@@ -911,9 +916,9 @@ def recurrence_waits(lengths=(8, 16, 32, 64, 128), d=8, linear=False):
 
 # %% [markdown]
 # How many steps relate two positions (Section 2)? We apply layers until the
-# derivative of the last position by the first is no longer zero. (Without
-# the gaps that grow from layer to layer, the third kind is as slow as the
-# second.)
+# derivative of the last position by the first is no longer zero. Three kinds
+# are tried: attention, convolutions, and convolutions with gaps that grow from
+# layer to layer. (Without these gaps the third would be the second.)
 
 
 # %% tags=["claim"]
@@ -1565,7 +1570,10 @@ def layer_norm_equals_torch():
 # the parts that are assigned to it, and `self.training` says whether it is
 # being trained. A part that torch has ready is `nn.Linear(a, b)`: it turns
 # each row of `a` numbers into one of `b`, by a matrix and a bias that are
-# learned.
+# learned. Of a plain list of parts, or a plain tensor, it knows nothing:
+# layers are put into an `nn.ModuleList`, and a tensor that is to be learned
+# becomes an `nn.Parameter`. `register_buffer` is for one that is not learned,
+# but goes along to another device (and with `persistent=False` is not saved).
 
 
 # %%
@@ -2639,8 +2647,10 @@ def splitting_heads():
 # does the mask broadcast over them? `view` (or `unflatten`) only cuts: it
 # never moves a number. So a row of D numbers must be cut into (H, K), in this
 # order, and the two axes T and H then be swapped. One `view` straight to (B,
-# H, T, K) has the right shape and the wrong numbers: its "head 0", shown
-# below, is position 0, and its "head 1" would be position 1. As for the mask,
+# H, T, K) has the right shape and the wrong numbers, for it fills the heads in
+# reading order. With two positions and two heads, as below, its "head 0" is
+# position 0, and its "head 1" would be position 1; in the picture above it is
+# one and a half words. As for the mask,
 # an axis of size 1 is repeated until it fits the scores (B, H, T, S); axes
 # that are missing in front count as 1. So a mask (B, S) is an error, or worse:
 # where B = T it fits, and query t gets the mask of sentence t. (With a single
@@ -3418,8 +3428,9 @@ def loudness(x, W_1, b_1, W_2): ...
 # the likely one is scale. As an output matrix, the rows want a length near 1,
 # so that logits start near variance 1. So we draw components with variance
 # 1/D. As an input, such a row would have components of about 0.04 (for D =
-# 512) and drown beside the positional encoding, whose components lie between
-# −1 and 1. Times √D they have variance 1. Dividing by √D instead would leave
+# 512) and drown beside the positional encoding, sines and cosines (Section
+# 3.5), which lie between −1 and 1. Times √D they have variance 1. Dividing by
+# √D instead would leave
 # them 512 times smaller than that. *Fills a gap in the paper*, which does not
 # say how they start; its published code drew them so.
 
@@ -3462,8 +3473,8 @@ def scale_of_embeddings():
 # %% [markdown]
 # **Asked often:** why multiply the embeddings by √d_model, and not divide?
 # Because the rows are small already, on the output's account. The input is
-# the sum of word and position, and a position's numbers have mean square ½
-# (sin² + cos² = 1). How much of the sum is then the word's?
+# the sum of word and position, and a position's numbers, sines and cosines,
+# have mean square ½ (sin² + cos² = 1). How much of the sum is then the word's?
 
 
 # %% tags=["question"]
@@ -3992,6 +4003,9 @@ def judge_turning(turn):
         return UNFILLED
     if not given.equal(x):
         return "your code changes its input"
+    if not isinstance(turned, torch.Tensor):
+        kind = type(turned).__name__
+        return f"the result should be a tensor, and is of type {kind}"
     if turned.shape != x.shape:
         return f"(T, K) is {(*x.shape,)}, the result {(*turned.shape,)}"
     if unlike(turn(x, zeros), x, ""):
@@ -4509,8 +4523,9 @@ def order_comes_from_positions(words=7, positions=False):
 # %% [markdown]
 # ### Post-norm against pre-norm, measured
 #
-# Why does it matter where the norm goes? Look at the gradient of an
-# untrained model, one value for each layer of the decoder. Xiong et al.
+# Why does it matter where the norm goes? Look at the gradient of an untrained
+# model, one value for each layer of the decoder: how large it is, the root of
+# the sum of all its squares. (That, too, is called a *norm*.) Xiong et al.
 # (2020) found that post-norm gives the layers near the output much larger
 # gradients than the others. So, they say, it needs warm-up (Section 5.3), and
 # pre-norm does not.
@@ -4664,6 +4679,9 @@ def judge_decoder_alone(build):
         logits = model(tokens)
         if logits is None:
             return UNFILLED
+        if not isinstance(logits, torch.Tensor):
+            kind = type(logits).__name__
+            return f"the result should be a tensor, and is of type {kind}"
         if logits.shape != (3, 6, V):
             return f"(B, T, V) is {(3, 6, V)}, the result {(*logits.shape,)}"
         later = torch.cat([tokens[:, :4], tokens[:, :2]], dim=1)
@@ -5075,7 +5093,8 @@ def reading_the_end_changes_nothing():
 # about 25,000 tokens of the source and as many of the target. Padding costs
 # as much as text, and a random batch is padded to its longest sentence. So we
 # sort by length first (in random order within a length), and cut the row
-# wherever the padded rectangle would exceed the budget.
+# wherever the padded rectangle would exceed the budget. *Differs from the
+# paper*: so our budget counts padding too, and of the two sides the longer.
 
 
 # %%
@@ -5124,10 +5143,10 @@ def padding_waste():
 
 
 # %% [markdown]
-# Tried on drawn pairs, longer than captions, with the paper's 25,000 places a
-# side and the padding of both sides. Similar lengths must save nine tenths of
-# the padding that batches at random would have, and a batch must hold 25,000
-# real tokens a side, give or take 15%.
+# Tried on drawn pairs, longer than captions, with 25,000 places a side, as
+# many as the paper has tokens, and the padding of both sides. Similar lengths
+# must save nine tenths of the padding that batches at random would have, and a
+# batch must hold 25,000 real tokens a side, give or take 15%.
 
 
 # %% tags=["claim"]
@@ -5610,11 +5629,11 @@ def learning_rate_curves():
 
 
 # %% [markdown]
-# **What to notice.** A longer warm-up means a lower peak, for the two
-# branches meet at n = w. Afterwards all curves of one width coincide. For
-# small batches w and the factor must be tried out: the copy task below uses w
-# = 200, the generated corpus 400, the captions 300 (with pre-norm) or 2,000.
-# They matter: Section 6.2 leaves the warm-up out.
+# **What to notice.** A longer warm-up means a lower peak, for the two branches
+# meet at n = w. Afterwards all curves of one width coincide. For small batches
+# w and the factor must be tried out: the copy task below uses w = 200, the
+# generated corpus 400, the captions 300 (with pre-norm) or 2,000. They matter:
+# Section 6.2 trains without a warm-up, too, and the loss is worse.
 #
 # **Asked often:** why warm up, and how to set it for small batches? The paper
 # does not say why. Post-norm is easily upset at the start (*Post-norm against
@@ -6745,8 +6764,8 @@ class Recipe:
     warmup: int = 4000  # updates
     factor: float = 1.0  # on the learning rate
     smoothing: float = 0.1
-    batch_tokens: int = 25_000  # padded places, longer side, in an update
-    max_tokens: int = 4096  # of them at once; an update has whole such parts
+    batch_tokens: int = 25_000  # padded places, longer side, in an update:
+    max_tokens: int = 4096  # rounded to a multiple of so many at once
     clip: float | None = None  # largest gradient norm; the paper has none
     seed: int = 0
     # Beyond the paper, explained under "Levers", but `half`, which is of
@@ -18688,8 +18707,8 @@ def main(argv):
 #   (*3.2.1 Scaled dot-product attention*).
 # * **state**: what the decoder gives for one place, from which logits come
 #   (*The full model*).
-# * **sub-layer**: attention or feed-forward network, with residual and norm
-#   (*3 The model*).
+# * **sub-layer**: attention or feed-forward network; around each are residual
+#   and norm (*3 The model*).
 # * **teacher forcing**: training on the true words before each, not on its own
 #   (*Batches*).
 # * **tied**: said of embeddings that are one matrix (*3.4 Embeddings and

@@ -56,6 +56,19 @@ def test_all_ways_of_turning_pairs_are_right(turn):
     assert book.EXERCISES["turning_in_loops"].verdict(turn) == ""
 
 
+def test_what_is_no_tensor_is_no_crash_of_the_readers_code():
+    class Wrapped(book.SlippedDecoder):
+        def forward(self, tokens):
+            return (super().forward(tokens),)
+
+    for name, answer, kind in (
+        ("turning_in_loops", lambda x, places: x.tolist(), "list"),
+        ("decoder_alone", Wrapped, "tuple"),
+    ):
+        said = book.EXERCISES[name].verdict(answer)
+        assert f"should be a tensor, and is of type {kind}" in said
+
+
 def test_a_decoder_whose_layers_are_hidden_from_torch_is_refused():
     class Hidden(book.SlippedDecoder):
         def __init__(self, config):
