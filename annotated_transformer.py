@@ -673,14 +673,14 @@ def heat_maps(panels, x, y, title, description, **options):
 #
 # Attention connects every position with every other in one step. Its price is
 # a table of all pairs, so the work grows with the square of the length. Table
-# 1 of the paper counts the operations. In all three, each word is a row of d
-# numbers; d is the *width* of the model. Attention compares n · n pairs of
-# words, each by d multiplications. A recurrent layer multiplies each of the n
-# words with a d × d matrix, and a convolution that sees k words at once does
-# so k times. Here is what that makes for a caption of 14 words and for a page
-# of 1,000, with d = 512, as in the smaller of the paper's models (*base*), and
-# k = 3. (The convolutions are *dilated*: their gaps grow from layer to layer,
-# so that log₃ n layers span n words.)
+# 1 of the paper counts the operations. In all three kinds of layer each word
+# is a row of d numbers; d is the *width* of the model. Attention compares n ·
+# n pairs of words, each by d multiplications. A recurrent layer multiplies
+# each of the n words with a d × d matrix, and a convolution that sees k words
+# at once does so k times. Here is what that makes for a caption of 14 words
+# and for a page of 1,000, with d = 512, as in the smaller of the paper's
+# models (*base*), and k = 3. (The convolutions are *dilated*: their gaps grow
+# from layer to layer, so that log₃ n layers span n words.)
 
 
 # %%
