@@ -374,6 +374,26 @@ SLIPS = {
         "pass",
         "beam_scores_are_the_models_own",
     ),
+    "reading back without the second verdict": (
+        "ordered[i].append((own + weight * other, text))",
+        "ordered[i].append((own + weight * own, text))",
+        "reading_back_weighs_both_verdicts",
+    ),
+    "reading back of the wrong source": (
+        "here = [back.encode_texts(y, x) for _, x, y in asked]",
+        "here = [back.encode_texts(x, y) for _, x, y in asked]",
+        "reading_back_weighs_both_verdicts",
+    ),
+    "verdicts of whole sentences": (
+        "[log / (len(tgt) - 1) for log, (_, tgt) in zip(logs, pairs)]",
+        "[log for log, (_, tgt) in zip(logs, pairs)]",
+        "reading_back_weighs_both_verdicts",
+    ),
+    "padding counted in a probability": (
+        'logits, batch.labels, ignore_index=PAD, reduction="none"',
+        'logits, batch.labels, reduction="none"',
+        "reading_back_weighs_both_verdicts",
+    ),
     "a mean without its first part": (
         "sum(state[name].double() for state in states)",
         "sum(state[name].double() for state in states[1:])",

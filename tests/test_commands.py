@@ -611,6 +611,11 @@ class Perfect:
         (["--nbest", 5, "--beam", 4], "--nbest"),
         (["--nbest", -1], "--nbest"),
         (["--half", "--int8"], "--half"),
+        (["--back-weight", 1], "--back"),
+        (["--back", "nowhere", "--beam", 1], "--beam 8"),
+        (["--back", "nowhere", "--back-weight", -1], "--back-weight"),
+        (["--back", "nowhere", "--back-weight", "nan"], "--back-weight"),
+        (["--back", "nowhere"], "nowhere"),
     ],
 )
 def test_impossible_wishes_for_decoding_are_named(capsys, small, more, named):
@@ -666,6 +671,82 @@ def test_the_n_best_come_with_their_scores(capsys, small):
         assert scores == sorted(scores, reverse=True) and max(scores) < 0
     best = translate(capsys, small, *SENTENCES[:2])[1]
     assert [lines[0].split("\t")[1], lines[3].split("\t")[1]] == best
+
+
+@pytest.fixture(scope="module")
+def other_way(corpus, tmp_path_factory):
+    """The folder of a very small model of English to German, untrained."""
+    folder = tmp_path_factory.mktemp("runs") / "other"
+    return untrained(folder, corpus, ("en", "de"), seed=1)
+
+
+@pytest.mark.parametrize("weight", [0.25, 50])
+def test_another_model_reads_the_hypotheses_back(
+    capsys, small, other_way, weight
+):
+    """Of `translate`: the same list in the order of both verdicts."""
+    sources = [*SENTENCES[:2], ""]
+    one, other = map(book.load_translator, (small, other_way))
+    lists = one.best(sources, 6)
+    expected = book.read_back(one, other, sources, lists, weight)
+    assert [sorted(t for _, t in found) for found in expected] == [
+        sorted(t for _, t in found) for found in lists
+    ]
+    assert weight < 1 or expected != lists  # it does change places
+    how = ["--beam", 6, "--back", other_way, "--back-weight", weight]
+    status, lines, _ = translate(capsys, small, *how, *sources)
+    assert (status, lines) == (0, [found[0][1] for found in expected])
+    status, lines, _ = translate(capsys, small, *how, "--nbest", 2, *sources)
+    assert [line.split("\t")[1] for line in lines] == [
+        text for found in expected for _, text in found[:2]
+    ]
+
+
+def test_evaluate_measures_what_was_read_back(
+    capsys, small, other_way, corpus, tmp_path
+):
+    path = tmp_path / "figures.json"
+    how = ["--model", small, "--device", "cpu", "--beam", 6]
+    how += ["--corpus", corpus, "--back", other_way, "--back-weight", 50]
+    status, out, _ = run(capsys, "evaluate", *how, "--json", path)
+    figures = json.loads(path.read_text("utf-8"))
+    assert status == 0 and "beam 6, read back" in out
+    assert figures["back"] == str(other_way) and figures["back_weight"] == 50
+    one, other = map(book.load_translator, (small, other_way))
+    sources, references = zip(*book.corpus_part(corpus, "test", "de", "en"))
+    lists = one.best(sources, 6)
+    outputs = [
+        found[0][1] for found in book.read_back(one, other, sources, lists, 50)
+    ]
+    right = round(book.bleu(outputs, references, True).score, 2)
+    assert figures["bleu"] == right
+    assert outputs != [found[0][1] for found in lists]
+
+
+def test_only_a_model_of_the_other_direction_reads_back(capsys, small):
+    arguments = ["translate", "--model", small, "--device", "cpu", "ja"]
+    message = refused(capsys, *arguments, "--back", small)
+    assert f"{small} translates de to en" in message
+    assert "a model of en to de" in message
+
+
+def test_a_model_of_both_directions_reads_itself_back(
+    capsys, corpus, tmp_path
+):
+    pairs, _ = book.training_pairs(corpus, "de", "en")
+    torch.manual_seed(0)
+    sizes = dict(N=1, d_model=16, d_ff=16, h=2)
+    both = book.untrained_translator(
+        pairs, ("de", "en"), sizes, pieces=300, both=True
+    )
+    book.save_translator(both, tmp_path)
+    for more, model in ([], both), (["--reverse"], both.reversed()):
+        sources = SENTENCES[:2]
+        lists = model.best(sources, 6)
+        expected = book.read_back(model, model.reversed(), sources, lists, 9)
+        how = ["--beam", 6, "--back", tmp_path, "--back-weight", 9, *more]
+        status, lines, _ = translate(capsys, tmp_path, *how, *sources)
+        assert (status, lines) == (0, [found[0][1] for found in expected])
 
 
 def test_evaluate_takes_another_part(capsys, model, corpus):

@@ -20,6 +20,13 @@ python tools/results.py levers FOLDER --corpus DIR --commit HASH
 python tools/results.py heart FOLDER... --corpus DIR --commit HASH
     --device TEXT            models on their own training text, greedily, and
                              on the validation set
+python tools/results.py reading ONE OTHER --corpus DIR --commit HASH
+    --device TEXT            two models, each alone and read back by the other,
+                             on the validation set
+python tools/results.py reading ONE OTHER --corpus DIR --commit HASH
+    --device TEXT --chosen BEAM WEIGHT
+                             once that is done: what was chosen by it, and the
+                             plain beam of four, on the test set
 python tools/results.py tables
                              write the tables in README and book anew
 python tools/results.py check
@@ -312,6 +319,71 @@ def means(args):
     write_json(RESULTS / "means.json", {"rows": rows})
 
 
+READINGS = [(4, None), (8, None)]
+READINGS += [(4, 0.25), *((8, weight) for weight in (0.0, 0.1, 0.25, 0.4))]
+KEPT = ("bleu", "bleu_cased", "chrf", "brevity_penalty", "decoding_seconds")
+
+
+def best_by_hindsight(translator, pairs, beam, alpha):
+    """BLEU, were each list's most similar to the reference its first."""
+    from sacrebleu.metrics import BLEU
+
+    score = BLEU(lowercase=True, effective_order=True).sentence_score
+    sources, references = map(list, zip(*pairs))
+    outputs = [
+        max(
+            (text for _, text in found), key=lambda t, r=r: score(t, [r]).score
+        )
+        for found, r in zip(translator.best(sources, beam, alpha), references)
+    ]
+    return round(book.bleu(outputs, references, True).score, 2)
+
+
+def reading(args):
+    """Measure what it brings that two models read each other back."""
+    both = [book.load_translator(Path(folder)) for folder in args.models]
+    facts = read("reading") if args.chosen else {"rows": []}
+    if args.chosen and not facts:
+        sys.exit("--chosen by what? first without it, on the validation set")
+    part = TEST if args.chosen else "val"
+    for folder, translator, back in zip(args.models, both, both[::-1]):
+        way = translator.src, translator.tgt
+        pairs = book.corpus_part(args.corpus, part, *way)
+        if args.chosen:
+            beam, weight = args.chosen
+            rows = [
+                row
+                for row in facts["rows"]
+                if row["direction"] == "-".join(way)
+                and (row["beam"], row["back_weight"])
+                in ((4, None), (int(beam), weight))
+            ]
+        else:
+            rows = [
+                {"direction": "-".join(way), "model": Path(folder).name}
+                | {"beam": beam, "back_weight": weight}
+                for beam, weight in READINGS
+            ]
+            facts["rows"] += rows
+        for row in rows:
+            judge = () if row["back_weight"] is None else (back,)
+            found, _ = book.measure(
+                translator,
+                pairs,
+                row["beam"],
+                args.alpha,
+                *judge,
+                **({"weight": row["back_weight"]} if judge else {}),
+            )
+            row[part] = {name: found[name] for name in KEPT}
+        if not args.chosen:
+            best = best_by_hindsight(translator, pairs, 8, args.alpha)
+            facts.setdefault("hindsight", {})["-".join(way)] = best
+    settings = {"commit": args.commit, "device": args.device}
+    facts |= {f"{part} measured": {**settings, "alpha": args.alpha}}
+    write_json(RESULTS / "reading.json", facts)
+
+
 def heart(args):
     """Measure models on the text that they learned, and on new text.
 
@@ -488,6 +560,28 @@ def means_table():
     return lines
 
 
+def reading_table():
+    """Return the lines of what reading back brings."""
+    lines = [
+        "| pair | beam | λ | val. | chrF | seconds | test | chrF |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in (read("reading") or {"rows": []})["rows"]:
+        val, test = row["val"], row.get(TEST)
+        tested = (
+            "| | "
+            if test is None
+            else (f"| {test['bleu']:.1f} | {test['chrf']:.1f} ")
+        )
+        lines.append(
+            f"| {row['direction']} | {row['beam']} "
+            f"| {'–' if row['back_weight'] is None else row['back_weight']} "
+            f"| {val['bleu']:.1f} | {val['chrf']:.1f} "
+            f"| {val['decoding_seconds']:.0f} {tested}|"
+        )
+    return lines
+
+
 def heart_table():
     """Return the lines of what models know by heart."""
     lines = [
@@ -603,6 +697,7 @@ TABLES = {
     "averaging": averaging_table,
     "means": means_table,
     "by heart": heart_table,
+    "reading": reading_table,
     "levers": levers_table,
     "full length": full_length_table,
     "speed": speed_table,
@@ -693,11 +788,17 @@ def main():
     sub.add_argument("folders", nargs="+", metavar="FOLDER")
     for option in ("corpus", "commit", "device"):
         sub.add_argument(f"--{option}", required=True)
+    sub = commands.add_parser("reading")
+    sub.add_argument("models", nargs=2, metavar="MODEL")
+    for option in ("corpus", "commit", "device"):
+        sub.add_argument(f"--{option}", required=True)
+    sub.add_argument("--alpha", type=float, default=1.5)
+    sub.add_argument("--chosen", nargs=2, type=float)
     commands.add_parser("tables")
     commands.add_parser("check")
     args = parser.parse_args()
     name = args.name_of_command
-    if name in ("record", "publish", "averaging", "heart", "levers", "means"):
+    if name not in ("tables", "check"):
         globals()[name](args)
     elif name == "tables":
         print("written:", *tables(write=True))
