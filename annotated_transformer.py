@@ -37,9 +37,10 @@
 # that you may pass over it and, unless you like to reckon with a pencil, *One
 # example through everything*. End with *Looking at attention*.
 #
-# **All of it.** The rest is for those who want to train on real text: speed,
-# means beyond the paper, files, long runs, several processes, results, and
-# the command line.
+# **All of it.** The rest is what the paper says of variations of the model and
+# of parsing (Sections 6.2 and 6.3), a gallery of bugs, and what you need to
+# train on real text: speed, means beyond the paper, files, long runs, several
+# processes, results, and the command line.
 #
 # Most cells of code are short, and a sentence before each says what it is for.
 # *Differs from the paper* marks where we depart from it, *Fills a gap in the
@@ -9795,13 +9796,18 @@ class Translator(Coder):
                 results[i] = output
         return results
 
-    def best(self, sentences, beam=4, alpha=0.6):
-        """For each text its n-best translations, [(score, text), …]"""
+    def hypotheses(self, sentences, beam=4, alpha=0.6):
+        """For each text what the beam found, a list of Hypothesis."""
         decode = partial(beam_search, width=beam, alpha=alpha, first=False)
         words = [self.split(sentence) for sentence in sentences]
+        lists = self.search(words, decode, beam_room(beam))
+        return [found or [NOTHING] for found in lists]
+
+    def best(self, sentences, beam=4, alpha=0.6):
+        """For each text its n-best translations, [(score, text), …]"""
         return [
-            [(h.score, self.join(h.tokens)) for h in found or [NOTHING]]
-            for found in self.search(words, decode, beam_room(beam))
+            [(h.score, self.join(h.tokens)) for h in found]
+            for found in self.hypotheses(sentences, beam, alpha)
         ]
 
     def translate_words(self, sentences, beam=1, alpha=0.6):
@@ -13961,26 +13967,32 @@ def between_two_trainings():
 # not in the same places. (*Differs from that paper*: it adds to ln p(x | y)
 # the verdict of a language model, ln p(y), trained on much more text.)
 #
-# How probable a model finds each of many targets, in batches:
+# How probable a model finds each of many targets, in batches. Padding is left
+# out, and the logits come in slices, as in *Making it fast*:
 
 
 # %%
-def log_probabilities(model, pairs, max_tokens=4096):
+def log_probabilities(model, pairs, max_tokens=4096, rows=256):
     """ln p(target | source) of each pair of ids, `</s>` included."""
     device = next(model.parameters()).device
     widths = [max(len(src), len(tgt)) for src, tgt in pairs]
-    found = [0.0 for _ in pairs]
+    found = torch.zeros(len(pairs), device=device)
     with evaluating(model):
         for group in token_batches(widths, max_tokens, torch.Generator()):
             src, tgt = (pad(side) for side in zip(*(pairs[i] for i in group)))
             batch = Batch(src, tgt).to(device)
-            logits = model(batch.src, batch.read).transpose(1, 2)  # (B, V, T)
-            losses = F.cross_entropy(
-                logits, batch.labels, ignore_index=PAD, reduction="none"
-            )  # (B, T)
-            for i, loss in zip(group, losses.sum(1).tolist()):
-                found[i] = -loss
-    return found
+            real = batch.labels != PAD  # (B, T)
+            states = model.states(batch.src, batch.read)[real]  # (R, D)
+            logs = [
+                -F.cross_entropy(model.tgt_embedding.logits(x), y,
+                                 reduction="none")
+                for x, y in zip(states.split(rows),
+                                batch.labels[real].split(rows))
+            ]  # fmt: skip
+            places = torch.tensor(group, device=device)
+            owners = places[real.nonzero()[:, 0]]  # (R,)
+            found.index_add_(0, owners, torch.cat(logs))
+    return found.tolist()
 
 
 # %% [markdown]
@@ -13989,37 +14001,30 @@ def log_probabilities(model, pairs, max_tokens=4096):
 
 # %%
 def read_back(translator, back, sources, lists, weight=0.25):
-    """The n-best lists of `translator.best`, in the order of both verdicts.
+    """Lists of `translator.hypotheses` in the order of both verdicts.
 
     `back` is a Translator of the other direction, `weight` the λ of its
-    verdict. Returns lists of (score, text), the score per token as above.
+    verdict. Returns lists of (score, text), the score as above.
     """
     asked = [
-        (i, sources[i], text)
+        (i, hypothesis, translator.join(hypothesis.tokens))
         for i, found in enumerate(lists)
-        for _, text in found
-        if sources[i].strip()
+        for hypothesis in found
+        if hypothesis is not NOTHING
     ]
-    there = [translator.encode_texts(x, y) for _, x, y in asked]
-    here = [back.encode_texts(y, x) for _, x, y in asked]
-    verdicts = [
-        [log / (len(tgt) - 1) for log, (_, tgt) in zip(logs, pairs)]
-        for logs, pairs in (
-            (log_probabilities(translator.model, there), there),
-            (log_probabilities(back.model, here), here),
-        )
-    ]
+    pairs = [back.encode_texts(text, sources[i]) for i, _, text in asked]
+    verdicts = log_probabilities(back.model, pairs)
     ordered = [[] for _ in sources]
-    for (i, _, text), own, other in zip(asked, *verdicts):
-        ordered[i].append((own + weight * other, text))
-    return [sorted(new, reverse=True) or old  # an empty text stays so
-            for new, old in zip(ordered, lists)]  # fmt: skip
+    for (i, own, text), (_, tgt), verdict in zip(asked, pairs, verdicts):
+        score = own.log_prob / (len(own.tokens) + 1)
+        score += weight * verdict / (len(tgt) - 1)
+        ordered[i].append((score, text))
+    return [sorted(found, reverse=True) or [(0.0, "")] for found in ordered]
 
 
 # %% [markdown]
 # A verdict must be the model's own of each single pair, whatever stands beside
-# it in the batch. With λ = 0 the first decides alone, with a large λ the
-# second, and an empty text stays one:
+# it in the batch; and the scores must be the sums of the two:
 
 
 # %%
@@ -14031,41 +14036,35 @@ def reading_back_weighs_both_verdicts():
     pairs = [(a, [BOS, *b]) for a, b in zip(rows, rows[::-1])]
     own = [log_probability(model, pad([a]), b[1:-1]) for a, b in pairs]
     for places in (8, 4096):
-        found = log_probabilities(model, pairs, places)
+        found = log_probabilities(model, pairs, places, rows=3)
         assert torch.allclose(torch.tensor(found), torch.tensor(own), 1e-4)
     one, other = [
         new_translator([toy_pieces()] * 2, way, PRESETS["tiny"])
         for way in (("de", "en"), ("en", "de"))
     ]
-    source = "der Hund schläft ."
-    texts = "the dog is asleep .", "the cat is in the park .", "the dog ."
-    lists = [[(0.0, text) for text in texts], [(0.0, "")]]
+    sources = ["der Hund schläft .", "ja", ""]
+    lists = one.hypotheses(sources, 6)
     for weight in (0, 0.25, 9):
-        sums = []
-        for text in texts:
-            total = 0.0
-            for way, x, y, counts in (
-                (one, source, text, 1),
-                (other, text, source, weight),
-            ):
-                src, tgt = way.encode_texts(x, y)
-                log = log_probability(way.model, pad([src]), tgt[1:-1])
-                total += counts * log / len(tgt[1:])
-            sums.append((total, text))
-        found, empty = read_back(one, other, [source, ""], lists, weight)
-        assert [text for _, text in found] == [
-            text for _, text in sorted(sums, reverse=True)
-        ]
-        best = torch.tensor([found[0][0], max(sums)[0]])
-        torch.testing.assert_close(best[0], best[1])
-        assert empty == [(0.0, "")]
+        found = read_back(one, other, sources, lists, weight)
+        assert found[2] == [(0.0, "")]
+        for x, hypotheses, ordered in zip(sources[:2], lists, found):
+            sums = []
+            for _, _, y in hypotheses:
+                src, _ = one.encode_texts(x, "")
+                log = log_probability(one.model, pad([src]), y)
+                src, tgt = other.encode_texts(one.join(y), x)
+                back = log_probability(other.model, pad([src]), tgt[1:-1])
+                sums.append(log / (len(y) + 1) + weight * back / len(tgt[1:]))
+            scores = torch.tensor([score for score, _ in ordered])
+            expected = torch.tensor(sorted(sums, reverse=True))
+            torch.testing.assert_close(scores, expected, rtol=1e-4, atol=0)
 
 
 # %% [markdown]
 # `translate` and `evaluate` do it with `--back DIR`, and need a list to choose
 # from: `--beam 8`, say. λ is `--back-weight`. The second model may be the same
 # as the first, if that has learned both directions. The price is one pass of
-# each model over each hypothesis, all words at once, as in training. An
+# the second model over each hypothesis, all words at once, as in training. An
 # example stands under *The published model, and its attention*, and what it
 # brings under *Multi30k, measured*.
 
@@ -15245,7 +15244,10 @@ def corpus_folder(corpus, part, src, tgt):
         for name in names:
             if name not in MULTI30K_DIGESTS:
                 there = ", ".join(MULTI30K_DIGESTS)
-                raise InputError(f"Multi30k has no {name}; it has: {there}")
+                raise InputError(
+                    f"Multi30k has no {name}; it has: {there}; "
+                    "to measure, choose --split test_2016_flickr, say"
+                )
         for name in names:
             fetch(name, folder)
     if not folder.is_dir():
@@ -17102,16 +17104,16 @@ def two_verdicts():
         print("no two models, no second verdict")
         return
     one, other = map(load_translator, folders)
-    lists = one.best(TO_READ_BACK, beam=8)
+    lists = one.hypotheses(TO_READ_BACK, beam=8)
     both = read_back(one, other, TO_READ_BACK, lists)
-    alone = read_back(one, other, TO_READ_BACK, lists, 0)
-    for source, found, own, ordered in zip(TO_READ_BACK, lists, alone, both):
+    for source, found, ordered in zip(TO_READ_BACK, lists, both):
         print(source)
-        places = [text for _, text in found]
-        own = {text: score for score, text in own}
+        texts = [one.join(hypothesis.tokens) for hypothesis in found]
         for score, text in ordered[:3]:
-            print(f"{own[text]:6.2f} {(score - own[text]) * 4:6.2f}", end="")
-            print(f"  ({places.index(text) + 1})  {text}")
+            place = texts.index(text)
+            own = found[place].log_prob / (len(found[place].tokens) + 1)
+            print(f"{own:6.2f} {(score - own) * 4:6.2f}", end="")
+            print(f"  ({place + 1})  {text}")
 
 
 # %% [markdown]
@@ -18106,6 +18108,8 @@ def input_lines(arguments):
                 ) from None
         yield arguments
         return
+    if sys.stdin is None:  # closed
+        return
     portion = 1 if sys.stdin.isatty() else 256
     numbered = enumerate(sys.stdin.buffer, 1)
     while lines := list(itertools.islice(numbered, portion)):
@@ -18115,7 +18119,7 @@ def input_lines(arguments):
                 sentences.append(line.decode("utf-8-sig").strip())
             except UnicodeDecodeError:
                 raise InputError(
-                    f"standard input, line {number}: not UTF-8"
+                    f"standard input, line {number}: not UTF-8; convert it"
                 ) from None
         yield sentences
 
@@ -18123,15 +18127,24 @@ def input_lines(arguments):
 # %% [markdown]
 # Tokens that the model does not know are named, so that an odd translation
 # finds its explanation. With pieces these are only letters and signs that
-# the training text did not have.
+# the training text did not have. A line longer than any in training is named
+# too: of a paragraph in one line, a model of sentences writes one sentence.
 
 
 # %% tags=["plumbing"]
-def unknown_tokens(translator, text):
-    """The tokens of a source text that the model reads as <unk>."""
+def tell_oddities(translator, text, longest=100):
+    """Say what in a source text the model can't know from its training."""
     tokens = translator.split(text)
     ids = translator.src_vocab.encode(tokens)
-    return [token for token, id_ in zip(tokens, ids) if id_ == UNK]
+    unknown = [token for token, id_ in zip(tokens, ids) if id_ == UNK]
+    if unknown:
+        say("unknown to this model:", *unknown)
+    if len(tokens) > longest:
+        say(
+            f"a line of {len(tokens):,} tokens, longer than any in training "
+            f"({longest}); give each sentence a line of its own:",
+            f"{text[:40]}…",
+        )
 
 
 def check_search(args):
@@ -18191,7 +18204,7 @@ def load_back(args, translator, device):
 
 
 # %% [markdown]
-# Unknown tokens are named before the translation is printed:
+# What is odd about a sentence is said before its translation is printed:
 
 
 # %% tags=["plumbing"]
@@ -18204,20 +18217,22 @@ def run_translate(args):
     announce(device)
     for sentences in input_lines(args.sentence):
         for sentence in sentences:
-            unknown = unknown_tokens(translator, sentence)
-            if unknown:
-                say("unknown to this model:", *unknown)
+            tell_oddities(translator, sentence)
         if not args.nbest and back is None:
             for output in translator.translate(
                 sentences, args.beam, args.alpha
             ):
                 print(output, flush=True)
             continue
-        lists = translator.best(sentences, args.beam, args.alpha)
-        if back is not None:
+        how = sentences, args.beam, args.alpha
+        if back is None:
+            lists = translator.best(*how)
+        else:
+            lists = translator.hypotheses(*how)
             lists = read_back(translator, back, sentences, lists, weight)
         for found in lists:
-            for score, text in found[: args.nbest]:
+            fewer = [(-math.inf, "")] * (args.nbest - len(found))
+            for score, text in [*found, *fewer][: args.nbest]:
                 print(f"{score:.4f}\t{text}", flush=True)
             if not args.nbest:
                 print(found[0][1], flush=True)
@@ -18240,7 +18255,7 @@ def measure(translator, pairs, beam=4, alpha=0.6, back=None, weight=0.25):
     if back is None:
         outputs = translator.translate(sources, beam, alpha)
     else:
-        lists = translator.best(sources, beam, alpha)
+        lists = translator.hypotheses(sources, beam, alpha)
         lists = read_back(translator, back, sources, lists, weight)
         outputs = [found[0][1] for found in lists]
     seconds = time.perf_counter() - began
@@ -18517,7 +18532,7 @@ def diversified(texts, made, side, language):
 
 # %% [markdown]
 # `curves` draws the log of a run (by `training_curves`, above). The ending of
-# `--out` decides what kind of file it is:
+# `--out` decides what kind of file it is; a page has all in it that it needs:
 
 
 # %% tags=["plumbing"]
@@ -18527,7 +18542,8 @@ def run_curves(args):
         raise InputError(f"{path}: the picture must be .svg, .png or .html")
     if not path.parent.is_dir():
         raise InputError(f"{path}: no such folder")
-    training_curves(Path(args.model)).save(path)
+    alone = {"inline": True} if path.suffix == ".html" else {}
+    training_curves(Path(args.model)).save(path, **alone)
     say(f"done: {path}")
 
 
@@ -18684,7 +18700,7 @@ def parser():
     add_model(translate)
     option, text = translate.add_argument, "the lines of standard input"
     option("sentence", nargs="*", help=f"default: {text}")
-    text = "print the best N (at most the beam), each with its score"
+    text = "print N lines for each sentence, its best with their scores"
     option("--nbest", type=int, default=0, metavar="N", help=text)
     evaluate = command("evaluate", run_evaluate, "measure BLEU")
     add_model(evaluate)
@@ -18760,6 +18776,12 @@ def run_command(argv):
 
 
 # %% tags=["plumbing"]
+def out_of_memory(error):
+    """Whether torch asked in vain for memory, on a processor or a GPU."""
+    found = "can't allocate memory" in str(error)
+    return found or isinstance(error, torch.OutOfMemoryError)
+
+
 def main(argv):
     """Run a command line; returns the exit status."""
     for stream_ in (sys.stdout, sys.stderr):
@@ -18785,9 +18807,18 @@ def main(argv):
         more += "there was none yet, give the same command again)"
         status, words = 130, "stopped" + more * (argv[:1] == ["train"])
     except RuntimeError as error:
-        if not lost_contact(error):
+        if out_of_memory(error):
+            words = "error: out of memory; " + (
+                "take a smaller --max-tokens, which makes the same update in "
+                "more parts"
+                if argv[:1] == ["train"]
+                else "take a smaller --beam, and give each sentence a line"
+            )
+        elif lost_contact(error):
+            words = "error: another process has ended, so all must"
+        else:
             raise
-        status, words = 1, "error: another process has ended, so all must"
+        status = 1
     if speaks_for_all(store):
         tell(words)
     return status

@@ -97,10 +97,6 @@ def pytest_collection_modifyitems(items):
         item.add_marker(pytest.mark.xdist_group(groups[item]))
     places = {group: place for place, group in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(groups[item], len(places)))
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
 @pytest.fixture(scope="module")

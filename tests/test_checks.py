@@ -375,23 +375,23 @@ SLIPS = {
         "beam_scores_are_the_models_own",
     ),
     "reading back without the second verdict": (
-        "ordered[i].append((own + weight * other, text))",
-        "ordered[i].append((own + weight * own, text))",
+        "score += weight * verdict / (len(tgt) - 1)",
+        "score += weight * score",
         "reading_back_weighs_both_verdicts",
     ),
     "reading back of the wrong source": (
-        "here = [back.encode_texts(y, x) for _, x, y in asked]",
-        "here = [back.encode_texts(x, y) for _, x, y in asked]",
+        "back.encode_texts(text, sources[i]) for i, _, text in asked",
+        "back.encode_texts(text, sources[0]) for i, _, text in asked",
         "reading_back_weighs_both_verdicts",
     ),
-    "verdicts of whole sentences": (
-        "[log / (len(tgt) - 1) for log, (_, tgt) in zip(logs, pairs)]",
-        "[log for log, (_, tgt) in zip(logs, pairs)]",
+    "a verdict of the whole sentence": (
+        "score = own.log_prob / (len(own.tokens) + 1)",
+        "score = own.log_prob",
         "reading_back_weighs_both_verdicts",
     ),
-    "padding counted in a probability": (
-        'logits, batch.labels, ignore_index=PAD, reduction="none"',
-        'logits, batch.labels, reduction="none"',
+    "words given to another sentence": (
+        "owners = places[real.nonzero()[:, 0]]",
+        "owners = places[real.nonzero()[:, 0].flip(0)]",
         "reading_back_weighs_both_verdicts",
     ),
     "a mean without its first part": (

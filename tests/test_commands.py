@@ -503,6 +503,38 @@ def test_unknown_words_are_named_on_standard_error(capsys, small):
     assert not any("Quastenflosser" in output for output in outputs)
 
 
+def test_a_line_longer_than_all_of_training_is_named(capsys, small):
+    long = " ".join(SENTENCES[0].split() * 40)
+    status, _, said = translate(capsys, small, long, SENTENCES[0])
+    assert status == 0
+    assert "longer than any in training (100)" in said
+    assert said.count("a line of its own") == 1 and long[:30] in said
+
+
+@pytest.mark.parametrize("command", ["translate", "train"])
+def test_no_memory_is_named_with_what_takes_less(
+    capsys, monkeypatch, small, corpus, tmp_path, command
+):
+    def refuse(*_, **__):
+        return torch.empty(1 << 60)  # torch's own refusal
+
+    if command == "translate":
+        monkeypatch.setattr(book, "beam_search", refuse)
+        arguments = ["--model", small, "--device", "cpu", SENTENCES[0]]
+    else:
+        monkeypatch.setattr(book, "training", refuse)
+        arguments = training_command(corpus, tmp_path / "out", 1)[1:]
+    status, _, said = run(capsys, command, *arguments)
+    assert status == 1 and "error: out of memory" in said
+    less = "--beam" if command == "translate" else "--max-tokens"
+    assert less in said and "Traceback" not in said
+
+
+def test_closed_standard_input_is_an_empty_one(capsys, monkeypatch, small):
+    monkeypatch.setattr("sys.stdin", None)
+    assert translate(capsys, small)[:2] == (0, [])
+
+
 def test_a_long_line_is_translated(capsys, small):
     sentence = "der Mann und " * 100 + "die Frau ."
     status, outputs, _ = translate(capsys, small, sentence)
@@ -663,9 +695,11 @@ def test_width_and_penalty_reach_the_search(
 
 
 def test_the_n_best_come_with_their_scores(capsys, small):
-    arguments = ["--nbest", 3, "--beam", 4, *SENTENCES[:2]]
+    arguments = ["--nbest", 3, "--beam", 4, SENTENCES[0], "", SENTENCES[1]]
     status, lines, _ = translate(capsys, small, *arguments)
-    assert status == 0 and len(lines) == 6
+    assert status == 0 and lines[3:6] == ["0.0000\t", "-inf\t", "-inf\t"]
+    del lines[3:6]  # each has as many lines, so that a program can tell
+    assert len(lines) == 6
     for rows in (lines[:3], lines[3:]):
         scores = [float(row.split("\t")[0]) for row in rows]
         assert scores == sorted(scores, reverse=True) and max(scores) < 0
@@ -687,18 +721,18 @@ def test_another_model_reads_the_hypotheses_back(
     """Of `translate`: the same list in the order of both verdicts."""
     sources = [*SENTENCES[:2], ""]
     one, other = map(book.load_translator, (small, other_way))
-    lists = one.best(sources, 6)
+    lists = one.hypotheses(sources, 6)
     expected = book.read_back(one, other, sources, lists, weight)
-    assert [sorted(t for _, t in found) for found in expected] == [
-        sorted(t for _, t in found) for found in lists
-    ]
-    assert weight < 1 or expected != lists  # it does change places
+    plain = [[text for _, text in found] for found in one.best(sources, 6)]
+    ordered = [[text for _, text in found] for found in expected]
+    assert [*map(sorted, ordered)] == [*map(sorted, plain)]
+    assert weight < 1 or ordered != plain  # it does change places
     how = ["--beam", 6, "--back", other_way, "--back-weight", weight]
     status, lines, _ = translate(capsys, small, *how, *sources)
     assert (status, lines) == (0, [found[0][1] for found in expected])
     status, lines, _ = translate(capsys, small, *how, "--nbest", 2, *sources)
     assert [line.split("\t")[1] for line in lines] == [
-        text for found in expected for _, text in found[:2]
+        text for found in expected for _, text in [*found, (0, "")][:2]
     ]
 
 
@@ -714,13 +748,13 @@ def test_evaluate_measures_what_was_read_back(
     assert figures["back"] == str(other_way) and figures["back_weight"] == 50
     one, other = map(book.load_translator, (small, other_way))
     sources, references = zip(*book.corpus_part(corpus, "test", "de", "en"))
-    lists = one.best(sources, 6)
+    lists = one.hypotheses(sources, 6)
     outputs = [
         found[0][1] for found in book.read_back(one, other, sources, lists, 50)
     ]
     right = round(book.bleu(outputs, references, True).score, 2)
     assert figures["bleu"] == right
-    assert outputs != [found[0][1] for found in lists]
+    assert outputs != one.translate(sources, 6)
 
 
 def test_only_a_model_of_the_other_direction_reads_back(capsys, small):
@@ -742,7 +776,7 @@ def test_a_model_of_both_directions_reads_itself_back(
     book.save_translator(both, tmp_path)
     for more, model in ([], both), (["--reverse"], both.reversed()):
         sources = SENTENCES[:2]
-        lists = model.best(sources, 6)
+        lists = model.hypotheses(sources, 6)
         expected = book.read_back(model, model.reversed(), sources, lists, 9)
         how = ["--beam", 6, "--back", tmp_path, "--back-weight", 9, *more]
         status, lines, _ = translate(capsys, tmp_path, *how, *sources)
@@ -966,7 +1000,9 @@ def test_curves_are_drawn_from_the_log(capsys, model, tmp_path, ending, start):
     arguments = ["curves", "--model", folder, "--out", path]
     status, output, errors = run(capsys, *arguments)
     assert (status, output) == (0, "") and str(path) in errors
-    assert path.read_bytes().lstrip().startswith(start)
+    drawn = path.read_bytes()
+    assert drawn.lstrip().startswith(start)
+    assert b'src="http' not in drawn  # a page asks no network for its parts
 
 
 def test_curves_have_a_line_for_each_loss_of_the_log(tmp_path):
