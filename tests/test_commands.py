@@ -509,6 +509,12 @@ def test_a_line_longer_than_all_of_training_is_named(capsys, small):
     assert status == 0
     assert "longer than any in training (100)" in said
     assert said.count("a line of its own") == 1 and long[:30] in said
+    both = book.load_translator(small)
+    both.both = True  # with a tag, which counts for nothing
+    for number, told in (100, False), (101, True):
+        capsys.readouterr()
+        book.tell_oddities(both, "ja " * number)
+        assert ("longer than any" in capsys.readouterr().err) is told
 
 
 @pytest.mark.parametrize("command", ["translate", "train"])
@@ -1210,6 +1216,39 @@ def test_a_damaged_checkpoint_is_named(capsys, own, corpus):
     message = refused(capsys, *training_command(corpus, own, 6, "--resume"))
     assert str(path) in message
     assert contents(own) == before
+
+
+def test_a_checkpoint_of_another_kind_of_device_is_refused(
+    capsys, own, corpus
+):
+    """Whatever its random states are like."""
+    path = own / "checkpoint.pt"
+    state = torch.load(path, weights_only=True)
+    torch.save({**state, "device": "cuda"}, path)
+    before = contents(own)
+    message = refused(capsys, *training_command(corpus, own, 6, "--resume"))
+    assert "another kind of --device" in message
+    assert contents(own) == before
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+        PermissionError(13, "Permission denied"),
+    ],
+)
+def test_a_file_that_cannot_be_read_now_is_not_called_damaged(
+    capsys, monkeypatch, small, error
+):
+    def refuse(*_, **__):
+        raise error
+
+    monkeypatch.setattr(torch, "load", refuse)
+    status, _, said = translate(capsys, small, "ja")
+    assert status in (1, 2) and "damaged" not in said
+    assert "memory" in said or "Permission denied" in said
 
 
 @pytest.mark.parametrize("content", [{}, [1, 2], {"step": 3, "model": {}}])

@@ -391,6 +391,20 @@ def test_without_validation_files_some_training_pairs_are_held_out(folder):
     assert "taken from the training set" in report
 
 
+def test_what_is_held_out_has_two_sides_of_sane_length(tmp_path):
+    """Blank and endless lines are used for nothing, and all such refused."""
+    lines = [f"w{n}" for n in range(300)]
+    lines[50], lines[100], lines[150] = "", "w" * 1001, "w" * 1000
+    write(tmp_path, train_de=lines, train_en=lines)
+    train, val = book.training_pairs(tmp_path, "de", "en")
+    assert [src for src, _ in val] == ["w0", "w" * 1000, "w200", "w250"]
+    assert not texts(train) & {"w0", lines[100], *(src for src, _ in val)}
+    lines[0] = lines[150] = lines[200] = lines[250] = ""
+    write(tmp_path, train_de=lines, train_en=lines)
+    with pytest.raises(book.InputError, match="val.de and val.en"):
+        book.training_pairs(tmp_path, "de", "en")
+
+
 def test_at_most_a_thousand_pairs_are_held_out(tmp_path):
     lines = [f"w{n}" for n in range(60_000)]
     write(tmp_path, train_de=lines, train_en=lines)

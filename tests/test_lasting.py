@@ -456,8 +456,10 @@ def test_what_a_kill_left_unfinished_is_removed(few, small, tmp_path):
     out = tmp_path / "out"
     trained(few, out, 2, *LEVERS)
     (out / "checkpoint.pt.123.part").write_text("half", encoding="utf-8")
+    other = out / "pairs.pt.123.part"  # of a run whose --cache this is
+    other.write_text("half", encoding="utf-8")
     resume(few, out, 3, *LEVERS)
-    assert not list(out.glob("*.part"))
+    assert list(out.glob("*.part")) == [other]
 
 
 def read_scores(folder):
@@ -671,6 +673,14 @@ def test_a_damaged_line_in_the_middle_is_named(
     arguments = training_command(few, out, 12, *LEVERS, "--resume")
     message = refused(capsys, *arguments)
     assert f"{path}, line 2" in message
+
+
+def test_a_log_that_is_not_utf_8_is_named(capsys, tmp_path):
+    path = tmp_path / "log.jsonl"
+    path.write_bytes(b'{"step": 1, "loss": 2.0}\n\xff\xfe\n{"step": 2}\n')
+    out = tmp_path / "curves.svg"
+    message = refused(capsys, "curves", "--model", tmp_path, "--out", out)
+    assert f"{path}, line 2: damaged; delete that line" in message
 
 
 # -------------------------------------------------------------- TensorBoard
