@@ -18950,10 +18950,10 @@ def main(argv):
 # | targets | smoothed | (R, V) | `smoothed_targets` | Section 5.4 |
 # | logits | before softmax | (R, V) | `smoothed_loss(logits)` | Section 5.4 |
 # | α | power in lp | () | `length_penalty(alpha)` | Section 6.1 |
-# | λ | weight of reading back | () | `read_back(weight)` | Levers |
 # | \|Y\| | words written | () | `length_penalty(length)` | Section 6.1 |
 # | lp | the length penalty | () | `length_penalty` | Section 6.1 |
 # | W | width of the beam | () | `beam_search(width)` | Section 6.1 |
+# | λ | of `--back` | () | `read_back(weight)` | *Levers beyond the paper* |
 #
 # ### Glossary
 #
