@@ -410,8 +410,8 @@ SLIPS = {
         "parse_scores_by_hand",
     ),
     "the spans of the right tree counted for both": (
-        "hits / max(1, found), hits / max(1, right)",
-        "hits / max(1, right), hits / max(1, right)",
+        '"precision": (hits, found), "recall": (hits, right),',
+        '"precision": (hits, right), "recall": (hits, right),',
         "parse_scores_by_hand",
     ),
     "an interval as if the deviation were known": (

@@ -109,9 +109,9 @@ OPTIONS = {
     "--norm-first --dropout --attention-dropout --decay --ema --r-drop "
     "--bpe-dropout --both --half --save-every --resume",
     "translate": "--device --model --beam --alpha --reverse --int8 --half "
-    "--nbest sentence",
+    "--back --back-weight --nbest sentence",
     "evaluate": "--device --model --beam --alpha --reverse --int8 --half "
-    "--json --corpus --split",
+    "--back --back-weight --json --corpus --split",
     "average": "--model --out",
     "diversify": "--device --corpus --src --tgt --model --out --beam --alpha",
     "curves": "--model --out",

@@ -10,7 +10,7 @@ import pytest
 import annotated_transformer as book
 
 TRAIN = {"compared", "copy_model", "toy_translator", "parser_model",
-         "scores_of_both", "roles_of", "best_head", "exact_share",
+         "trees_of_both", "roles_of", "best_head", "exact_share",
          "losses_on_two_lines"}  # fmt: skip
 TRAINED = {  # these train a model first; the notebook runs them all
     name

@@ -210,6 +210,21 @@ def test_the_right_trees_score_one_and_so_do_no_others(bank):
     assert scores["exact"] == scores["F1"] == 0  # trees of other sentences
 
 
+def test_a_difference_is_certain_only_where_all_drawings_agree():
+    right, wrong = "(S (NP a )NP b )S".split(), "(S a b )S".split()
+    rights, wrongs = [right] * 40, [wrong] * 40
+    for ones, others, sign in ((rights, wrongs, 1), (wrongs, rights, -1)):
+        low, high = book.difference_by_drawings(ones, others, rights, "exact")
+        assert low == high == sign
+    mixed = [right, wrong] * 20, [wrong, right] * 20
+    low, high = book.difference_by_drawings(*mixed, rights, "exact")
+    assert low < 0 < high and abs(low + high) < 0.05
+    # ±1 each, of 40: the mean of 40 has a deviation of 1/√40
+    assert high == pytest.approx(1.96 / 40**0.5, rel=0.15)
+    low, high = book.difference_by_drawings(*mixed, rights, "F1")
+    assert high < 0.8 / 40**0.5  # ⅔ is the F1 of a span of two
+
+
 # ------------------------------------------------------------------ the parser
 
 
