@@ -6888,6 +6888,9 @@ def training(
 ):
     """Train, yielding an Update after each; `done` were made before.
 
+    Of the levers in the recipe, `decay` and `clip` act here; the others are
+    for `train_translator` (*Training that lasts*), which calls this.
+
     `batches` must not run out before the last update (InputError), as
     `stream` never does.
     """
@@ -7484,7 +7487,7 @@ nucleus_in_loops.judged_by(
 # def nucleus(logits, p):
 #     chances, order = logits.softmax(-1).sort(descending=True)
 #     before = chances.cumsum(-1) - chances
-#     return (before < p)[order.argsort()]
+#     return (before < p).gather(-1, order.argsort(-1))
 # ```
 #
 # Now replace `argmax` in `greedy_plain` by a draw from the nucleus of each row
@@ -7939,8 +7942,8 @@ def fast_form_changes_nothing():
 # **Measured on your machine.** The layers are tiny's, the lengths are like
 # those of captions, the words are random. Each form has one means more than
 # the one before. (Adam *fused* makes its step in one pass over the weights.)
-# A batch has about 1,024 places in every form, of which padding takes half in
-# the first. The forms take turns, and the best of three turns counts.
+# A batch has up to 1,024 places in every form, of which padding takes nearly
+# half in the first. The forms take turns, and the best of three turns counts.
 
 
 # %%
@@ -7986,7 +7989,7 @@ def training_in_form(form, config, pairs, places=1024, forms=FORMS):
     classes |= HALF if half else {}
     classes |= FAST if "fused attention" in have else {}
     exchange(model, classes)
-    # Captions of random lengths take, padded, some 32 places each.
+    # So many captions of random lengths keep within the places, padded.
     batches = random_batches(pairs, max(1, places // 32))
     if "batches of like length" in have:
         batches = stream(pairs, places, 0)
@@ -8045,10 +8048,12 @@ def one_means_after_another():
     base = best[FORMS[0]]
     print(f"{each / 1e6:.1f} million operations for a token")
     print("tokens/s  times  of the limit")
-    half = False
+    half, limits = False, {False: product_rate(torch.float) / each}
     for form, rate in best.items():
         half |= form == "16-bit products"
-        limit = product_rate(torch.bfloat16 if half else torch.float) / each
+        if half not in limits:
+            limits[half] = product_rate(torch.bfloat16) / each
+        limit = limits[half]
         print(f"{rate:8,.0f}  {rate / base:5.1f}  {rate / limit:12.0%}", form)
     wide = alt.Axis(labelLimit=300)
     bars = alt.Chart(
@@ -8664,13 +8669,13 @@ def the_copy_task():
 
 
 # %% [markdown]
-# **What to notice.** The loss falls from above 4 and rests near 2.5, which is
-# what the best guess costs that does not look. Then the model finds where to
-# look, and it drops. (It may jump up again on the way, and come back.) It ends
-# at 0.55, not at 0: less is not possible against smoothed targets
-# (Section 5.4: the model is asked to leave a tenth of the probability to all
-# tokens alike). That is what 0.907 for the right token and 0.007 for each of
-# 13 others cost at least.
+# **What to notice.** The loss falls from above 4 and rests near 2.5: a guess
+# that knows only how often each token comes costs 2.47, one that also knows
+# the place 2.37. Then the model finds where to look, and it drops. (It may
+# jump up again on the way, and come back.) It ends at 0.55, not at 0: less is
+# not possible against smoothed targets (Section 5.4: the model is asked to
+# leave a tenth of the probability to all tokens alike). That is what 0.907 for
+# the right token and 0.007 for each of 13 others cost at least.
 
 # %% [markdown]
 # ### Positions, tried
@@ -9796,10 +9801,16 @@ class Translator(Coder):
                 results[i] = output
         return results
 
+    def split_all(self, sentences):
+        """The words of each text of a list."""
+        if isinstance(sentences, str):  # else its letters would be texts
+            raise InputError("give a list of texts, such as [text], not one")
+        return [self.split(sentence) for sentence in sentences]
+
     def hypotheses(self, sentences, beam=4, alpha=0.6):
         """For each text what the beam found, a list of Hypothesis."""
         decode = partial(beam_search, width=beam, alpha=alpha, first=False)
-        words = [self.split(sentence) for sentence in sentences]
+        words = self.split_all(sentences)
         lists = self.search(words, decode, beam_room(beam))
         return [found or [NOTHING] for found in lists]
 
@@ -9822,13 +9833,15 @@ class Translator(Coder):
 
     def translate(self, sentences, beam=1, alpha=0.6):
         """Source texts -> target texts; an empty text stays empty."""
-        words = [self.split(sentence) for sentence in sentences]
+        words = self.split_all(sentences)
         outputs = self.translate_words(words, beam, alpha)
         return [self.tgt_vocab.join(output) for output in outputs]
 
 
 def beam_room(beam):
     """Source places in a batch when each sentence has `beam` hypotheses."""
+    if beam < 1:
+        raise InputError(f"a beam of {beam}: it must be at least 1")
     return max(256, 8192 // beam)
 
 
@@ -9974,6 +9987,8 @@ def bleu(outputs, references, lowercase=True):
     """sacreBLEU of output texts against one reference each: a BLEUScore."""
     from sacrebleu.metrics import BLEU
 
+    if isinstance(outputs, str) or isinstance(references, str):
+        raise InputError("BLEU takes lists of texts, such as [text], not one")
     if not len(outputs) == len(references) > 0:
         raise InputError(
             f"BLEU of {len(outputs)} outputs and {len(references)} "
@@ -10163,7 +10178,8 @@ def bleu_of_draws(counts, draws): ...
 # ### (a) The generated corpus, learned
 #
 # Here is what the model is given: a German sentence, its one translation,
-# and, for us alone, which word belongs to which.
+# and, for us alone, which word belongs to which. (This pair is of the test;
+# those of training look the same.)
 
 
 # %%
@@ -12314,16 +12330,20 @@ def parsing_new_sentences():
             scores = parse_scores(trees, right).items()
             shares = "  ".join(f"{k} {v:.1%}" for k, v in scores)
             print(f"{part:6}  {name:13}  {shares}")
+        rows = [(out, leaves(row)) for out, row in zip(both[0], right)]
+        bad = [(out, words) for out, words in rows if not spans(out, words)]
+        other = sum(leaves(out) != words for out, words in bad)
+        print(f"{part:6}  no trees: {len(bad)}, {other} with other words")
 
 
 # %% [markdown]
 # **What to notice.** On shapes that it has never seen the network writes whole
 # trees, label by label, and what is a tree at all is nearly always the right
-# one: where it fails, it loses count of its brackets. Then all its spans are
-# lost. A grammar can't fail like that, but it guesses wherever words or
-# agreement decide: fewer of its trees are right, and those that are wrong lack
-# a span or two. On sentences longer than any in training our network breaks
-# down, while the grammar minds far less.
+# one: where it fails, it loses count of its brackets, or leaves out a word, or
+# takes another. Then all its spans are lost. A grammar can't fail like that,
+# but it guesses wherever words or agreement decide: fewer of its trees are
+# right, and those that are wrong lack a span or two. On sentences longer than
+# any in training our network breaks down, while the grammar minds far less.
 #
 # Does it go by what decides? Six patterns of sentences, in pairs that differ
 # at one place: 50 of each, and how many trees are exactly right.

@@ -1047,7 +1047,7 @@ def test_a_picture_of_another_kind_is_refused(capsys, model, tmp_path, name):
 def test_a_picture_needs_its_folder(capsys, model, tmp_path):
     path = tmp_path / "none" / "curves.svg"
     said = refused(capsys, "curves", "--model", model, "--out", path)
-    assert said == f"error: {path}: no such folder"
+    assert said == f"error: {path}: no such folder; make it first"
 
 
 def test_a_seed_too_large_is_named(capsys):

@@ -245,6 +245,25 @@ def test_an_empty_text_stays_empty_though_it_has_a_tag():
     assert (outputs[0], outputs[2]) == ("", "")
 
 
+@pytest.mark.parametrize("beam", [1, 4])
+def test_one_text_is_not_taken_for_its_letters(german, beam):
+    with pytest.raises(InputError, match=r"such as \[text\]"):
+        german.translate("der Mann", beam)
+    with pytest.raises(InputError, match=r"such as \[text\]"):
+        german.hypotheses("der Mann", beam)
+    for sides in (("der Mann", ["a"]), (["a"], "b"), ("abc", "abc")):
+        with pytest.raises(InputError, match=r"such as \[text\]"):
+            book.bleu(*sides)
+
+
+@pytest.mark.parametrize("beam", [0, -1])
+def test_a_beam_of_none_is_refused(german, beam):
+    with pytest.raises(InputError, match="at least 1"):
+        german.translate(["der Mann"], beam)
+    with pytest.raises(InputError, match="at least 1"):
+        german.hypotheses(["der Mann"], beam)
+
+
 # ------------------------------------------------------------ BPE-dropout
 
 
