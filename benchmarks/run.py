@@ -3,13 +3,16 @@
 Each runs in a process of its own and writes benchmarks-*.json with machine,
 versions, commit and options: into results/ with --corpus multi30k, where the
 README's table comes from (`make tables`); else into build/, for on made-up
-text the figures are others. Then the table: what was reached, beside what was
-aimed at. `make bench` installs what is needed and calls this; `--quick` shows
-in a minute or two that everything runs, and its figures mean nothing.
+text the figures are others. `--name` adds a name to these files, so that those
+of another machine stay beside them. Then the table: what was reached, beside
+what was aimed at. `make bench` installs what is needed and calls this;
+`--quick` shows in a minute or two that everything runs, and its figures mean
+nothing.
 """
 
 import argparse
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -41,6 +44,13 @@ def options_of(part, args):
     return ["--pairs", *pairs, *(["--pieces", "500"] if args.quick else [])]
 
 
+def file_of(part, name=None):
+    """The name of the file of a part's figures, on a machine of that name."""
+    return "-".join(["benchmarks", *part.split("_"), *[name] * bool(name)]) + (
+        ".json"
+    )
+
+
 def aims(results):
     """Lines of the table: (what, reached, aim or None), of {part: facts}."""
     training = results["training"]["rows"]
@@ -64,6 +74,11 @@ def aims(results):
         yield f"training, {preset}, both in 16 bits, over nn.Transformer", of(
             training, key, setting=preset, form="ours, 16-bit products"
         ), None  # fmt: skip
+    for preset in ("tiny", "base"):
+        value = of(training, "over_peer", setting=f"{preset}, kept",
+                   form="ours, 32 bits")  # fmt: skip
+        what = f"training, {preset}, both in 32 bits, memory kept by both"
+        yield what, value, None
     last = [row for row in training if row["setting"] == "forms"]
     for row in last[-2:]:
         [key] = [name for name in row if name.startswith("over_")]
@@ -127,9 +142,13 @@ def main(argv=None):
     text = "the largest corpus (4500000)"
     option("--pairs", type=int, default=4_500_000, metavar="N", help=text)
     option("--only", choices=PARTS, action="append", help="a part, or several")
+    text = "of this machine, in the names of the files, as xeon"
+    option("--name", metavar="NAME", help=text)
     option("--rounds", type=int, default=5, metavar="N")
     option("--quick", action="store_true", help="minutes, and no figures")
     args = parser.parse_args(argv)
+    if args.name and not re.fullmatch(r"[a-z0-9-]+", args.name):
+        parser.error("--name: small letters, digits and - only")
     if args.model and not args.corpus:
         parser.error("--model needs --corpus, whose test set it translates")
     args.model = Path(args.model or MODEL)
@@ -152,7 +171,7 @@ def main(argv=None):
                 print("export: left out, it needs --corpus")
                 continue
             script = ROOT / "benchmarks" / f"{part}.py"
-            file = home / f"benchmarks-{part.replace('_', '-')}.json"
+            file = home / file_of(part, args.name)
             print(f"\n{script.name}", flush=True)
             options = [*options_of(part, args), "--json", str(file)]
             command = [sys.executable, str(script), *options]

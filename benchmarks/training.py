@@ -5,9 +5,13 @@
             in 16 bits (the peer's by autocast) and with a fused Adam, in
             alternation: tiny (4,096 places) and base (1,024), both with
             V = 10,000, without padding
+  kept      the same in a process whose C library keeps the memory that a
+            tensor gives back, instead of asking the system anew (only where
+            it is glibc, as on most Linux machines)
   forms     the chapter's forms, one means more in each, on the captions of
             --corpus (random lengths without it), tiny, V = 10,000: random
-            batches of 128 pairs, then of 4,096 places
+            batches of 128 pairs, then of 4,096 places; products in 16 bits
+            only where they pay, as `--preset laptop` decides it
   limit     base in 32 bits: operations in products over the time, as a part
             of what the machine makes in a large product, in training and in
             greedy decoding of 64 sentences
@@ -25,6 +29,7 @@ import argparse
 import itertools
 import json
 import os
+import platform
 import re
 import shutil
 import statistics
@@ -159,6 +164,29 @@ def against_the_peer(args):
     return rows
 
 
+def with_memory_kept(args):
+    """Rows: the same in a process that keeps the memory it was given.
+
+    By default glibc returns large blocks to the system, whose pages then
+    come anew, each with a fault. So a part of the peer's time is the
+    system's; this leaves it out, for both.
+    """
+    if platform.libc_ver()[0] != "glibc":
+        print("kept     left out, it needs glibc")
+        return []
+    keep = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
+    quick = ["--quick"] if args.quick else []
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "kept.json"
+        command = [sys.executable, __file__, "--only", "peer", *quick,
+                   "--rounds", str(args.rounds),
+                   "--json", str(file)]  # fmt: skip
+        print("with the memory kept:", flush=True)
+        subprocess.run(command, check=True, env={**os.environ, **keep})
+        rows = json.loads(file.read_text("utf-8"))["rows"]
+    return [{**row, "setting": f"{row['setting']}, kept"} for row in rows]
+
+
 # ---------------------------------------------------------------- the forms
 
 
@@ -179,22 +207,25 @@ def the_forms(args):
     pairs = caption_pairs(args, vocab)
     sizes = dict(book.PRESETS["tiny"])
     config = book.Config(vocab, vocab, **sizes)
-    number = 1 if args.quick else 4
+    number, half = 1 if args.quick else 4, half_pays()
+    forms = [form for form in book.FORMS if half or "16" not in form]
 
     def of(form):
-        updates = book.training_in_form(form, config, pairs, places)
+        updates = book.training_in_form(form, config, pairs, places, forms)
 
         def several():
             return sum(u.tokens for u in itertools.islice(updates, number))
 
         return several
 
-    runs = {form: of(form) for form in book.FORMS}
+    runs = {form: of(form) for form in forms}
     with tempfile.TemporaryDirectory() as folder:
         if args.processes:
             counts = [b.count() for b in next_batches(pairs, places, 100)]
             tokens = statistics.mean(counts)
-            runs["two processes"] = lambda: two_processes(args, folder, tokens)
+            runs["two processes"] = lambda: two_processes(
+                args, folder, tokens, half
+            )
         rates = in_turn(runs, args.rounds)
     return show("forms", rates, book.FORMS[0])
 
@@ -204,10 +235,15 @@ def next_batches(pairs, places, number):
     return itertools.islice(book.stream(pairs, places, 0), number)
 
 
-def two_processes(args, folder, tokens):
+def half_pays():
+    """Whether products in 16 bits are faster here, as the book decides it."""
+    return book.half_pays(torch.device("cpu"))
+
+
+def two_processes(args, folder, tokens, half):
     """(tokens, seconds) of 40 updates of `train` by torchrun, two processes.
 
-    `tokens`: how many an update has, in the mean.
+    `tokens`: how many an update has, in the mean; `half`: in 16 bits.
     """
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone",
@@ -215,7 +251,8 @@ def two_processes(args, folder, tokens):
         "train", "--corpus", args.corpus or "toy",
         "--src", "en" if args.corpus else "de",
         "--tgt", "de" if args.corpus else "en",
-        "--preset", "tiny", "--half", "--steps", "60", "--save-every",
+        "--preset", "tiny", "--half" if half else "--no-half",
+        "--steps", "60", "--save-every",
         "100000", "--pieces", "10000" if args.corpus else "0",
         "--batch-tokens", "500" if args.quick else "4096",
         "--cache", f"{folder}/cache", "--out", f"{folder}/run",
@@ -313,6 +350,7 @@ def the_copy_task(args):
 
 PARTS = {
     "peer": against_the_peer,
+    "kept": with_memory_kept,
     "forms": the_forms,
     "limit": the_limit,
     "copy": the_copy_task,

@@ -1,6 +1,7 @@
 """Programs of others, given our weights, compute and write what ours does."""
 
 import json
+import platform
 import sys
 
 import pytest
@@ -179,20 +180,53 @@ def test_the_quick_benchmark_times_every_program(tmp_path, capsys):
 def test_the_quick_benchmark_of_training_runs_every_form(tmp_path, capsys):
     needed("transformers")
     out = tmp_path / "rows.json"
-    parts = "--only", "peer", "--only", "forms", "--only", "limit"
+    parts = [f"--only={part}" for part in ("peer", "kept", "forms", "limit")]
     rows = training.main(["--quick", *parts, "--json", str(out)])
     facts = json.loads(out.read_text(encoding="utf-8"))
     assert facts["rows"] == rows and facts["machine"]["threads"] >= 1
     forms = [row["form"] for row in rows if row["setting"] == "forms"]
-    assert forms == list(book.FORMS)
+    assert forms in (list(book.FORMS), forms_in_32_bits())
     ours = [row for row in rows if "over_peer" in row]
-    assert len(ours) == 8 and all(row["over_peer"][0] > 0 for row in ours)
+    assert all(row["over_peer"][0] > 0 for row in ours)
+    settings = ["tiny", "base"]
+    if platform.libc_ver()[0] == "glibc":
+        settings += ["tiny, kept", "base, kept"]
+    assert [row["setting"] for row in ours] == [
+        setting for setting in settings for _ in range(4)
+    ]
     assert all(0 < row["share"][0] for row in rows if "share" in row)
     found = {"training": facts, "decoding_peers": {"rows": []}}
     run.table(found)
     lines = capsys.readouterr().out.splitlines()
-    assert sum("not run" in line for line in lines) == 10  # of decoding
+    left_out = 10 + 4 - len(settings)  # of decoding, and without glibc
+    assert sum("not run" in line for line in lines) == left_out
     assert sum("nn.Transformer" in line for line in lines) == 6
+    assert sum("memory kept by both" in line for line in lines) == 2
+
+
+def forms_in_32_bits():
+    return [form for form in book.FORMS if form != "16-bit products"]
+
+
+@pytest.mark.parametrize("half", [True, False])
+def test_the_forms_multiply_in_16_bits_only_where_that_pays(
+    half, monkeypatch, capsys
+):
+    monkeypatch.setattr(training, "half_pays", lambda: half)
+    rows = training.main(["--quick", "--only", "forms"])
+    expected = list(book.FORMS) if half else forms_in_32_bits()
+    assert [row["form"] for row in rows] == expected
+
+
+def test_another_machine_has_files_of_its_own(capsys):
+    files = [run.file_of("decoding_peers", name) for name in (None, "xeon")]
+    assert files == [
+        "benchmarks-decoding-peers.json",
+        "benchmarks-decoding-peers-xeon.json",
+    ]
+    with pytest.raises(SystemExit):
+        run.main(["--name", "../xeon"])
+    assert "--name" in capsys.readouterr().err
 
 
 def test_a_benchmark_says_at_once_what_it_cannot_use(tmp_path, capsys):

@@ -196,3 +196,19 @@ def test_the_switch_keeps_the_weights_and_their_names():
     assert before.keys() == after.keys()
     assert all(before[name] is not None for name in after)
     assert all(before[n].data_ptr() == after[n].data_ptr() for n in after)
+
+
+def test_the_pages_that_the_system_hands_out_are_counted():
+    """128 MiB, more than any C library keeps, need their pages anew."""
+    import resource
+
+    whole = 2**27 / resource.getpagesize()
+    pages = book.new_pages(lambda: torch.ones(2**25))
+    assert 0 < pages < 1.1 * whole  # fewer where pages are joined
+    assert book.new_pages(lambda: None) < 0.01 * whole
+
+
+def test_pages_are_not_counted_on_windows(monkeypatch, capsys):
+    monkeypatch.setattr(book.sys, "platform", "win32")
+    book.EXAMPLES["memory_of_an_update"]()
+    assert "Windows" in capsys.readouterr().out

@@ -596,30 +596,43 @@ def heart_table():
 
 
 def speed_table():
-    """Return the lines of what the benchmarks reached."""
+    """Return the lines of what the benchmarks reached, by machine."""
     import run
 
-    parts = {
-        part: read(f"benchmarks-{part.replace('_', '-')}") or {"rows": []}
-        for part in ("training", "decoding_peers")
-    }
-    lines = ["| what | reached | spread | aim |", "|---|---|---|---|"]
-    for what, found, aim in run.aims(parts):
-        if found is None:
+    cells, aims, machines = {}, {}, []  # cells: {(what, machine): text}
+    for name in (None, "xeon"):
+        parts = {
+            part: read(Path(run.file_of(part, name)).stem) or {"rows": []}
+            for part in ("training", "decoding_peers")
+        }
+        if not parts["training"]["rows"]:
             continue
-        middle, *ends = found
-        ends = f"{min(ends):.2f} to {max(ends):.2f}" if ends else ""
-        aim = "" if aim is None else f"{aim:g}"
-        lines.append(f"| {what} | **{middle:.2f}** | {ends} | {aim} |")
-    copies = [
-        f"{row['seconds']:.1f}"
-        for row in parts["training"]["rows"]
-        if row["setting"] == "copy"
-    ]
-    if copies:
+        cpu = parts["training"]["machine"]["cpu"]
+        machine = re.sub(r"\(R\)| Processor", "", cpu)
+        machines.append(machine)
+        for what, found, aim in run.aims(parts):
+            aims[what] = "" if aim is None else f"{aim:g}"
+            if found:
+                middle, least, most = found
+                text = f"**{middle:.2f}** ({least:.2f} to {most:.2f})"
+                cells[what, machine] = text
+        copies = [
+            f"{row['seconds']:.1f}"
+            for row in parts["training"]["rows"]
+            if row["setting"] == "copy"
+        ]
         what = "copy task, start to end, seeds 0 to 4, seconds"
-        lines.append(f"| {what} | {', '.join(copies)} | | 10 |")
-    return lines if len(lines) > 2 else ["Not measured yet."]
+        aims[what] = "10"
+        cells[what, machine] = ", ".join(copies)
+    if not machines:
+        return ["Not measured yet."]
+    lines = [f"| what | {' | '.join(machines)} | aim |"]
+    lines.append("|---" * (len(machines) + 2) + "|")
+    for what, aim in aims.items():
+        found = [cells.get((what, machine), "") for machine in machines]
+        if any(found):
+            lines.append(f"| {what} | {' | '.join(found)} | {aim} |")
+    return lines
 
 
 def claim_lines(facts, verdict=""):
