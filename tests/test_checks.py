@@ -289,6 +289,11 @@ SLIPS = {
         "y.view(self.width, -1, y.size(-1)).transpose(0, 1)",
         "cache_changes_nothing",
     ),
+    "sentences of a batch go on with the keys of others": (
+        "self.own = [(K[texts], V[texts]) for K, V in self.own]",
+        "self.own = [(K[: len(texts)], V[: len(texts)]) for K, V in self.own]",
+        "batching_changes_no_translation",
+    ),
     "no final norm after the cache": (
         "state = self.model.decoder.norm(y)[:, 0]",
         "state = y[:, 0]",

@@ -100,6 +100,35 @@ def test_a_run_that_was_stopped_goes_on_with_what_is_missing(tmp_path, capsys):
     assert found[QUICK[1]]["verdict"] in book.VERDICTS
 
 
+def test_a_run_begun_anew_goes_on_with_nothing_old(tmp_path, monkeypatch):
+    """Stopped in its second claim; what an earlier run found is not kept."""
+    path = tmp_path / "claims.json"
+    arguments = ["claims", *QUICK[:2], "--out", str(path)]
+    assert book.main([*arguments, "--commit", "old"]) == 0
+    examine, calls = book.entry, []
+
+    def stopped(name, full):
+        calls.append(name)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return examine(name, full)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(book, "entry", stopped)
+        with pytest.raises((KeyboardInterrupt, SystemExit)):
+            code = book.main([*arguments, "--commit", "new"])
+            raise SystemExit(code)
+    assert book.main([*arguments, "--resume", "--commit", "new"]) == 0
+    found = json.loads(path.read_text(encoding="utf-8"))
+    assert {facts["commit"] for facts in found.values()} == {"new"}
+    assert len(found) == 2
+
+
+def test_what_comes_out_otherwise_is_printed(capsys):
+    assert book.main(["claims", "recurrence_waits"]) == 0
+    assert "with linear=True: not reproduced" in capsys.readouterr().out
+
+
 def test_a_record_of_the_short_form_is_no_long_form(tmp_path):
     path = tmp_path / "claims.json"
     short = {"verdict": "kept", "command": "claims that were short"}
