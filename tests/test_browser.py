@@ -358,7 +358,11 @@ def test_the_theme_is_chosen_and_remembered(browser, address):
             f"([figure, ink]) => ({INK})(figure) !== ink", arg=[figure, ink]
         )
         assert ground(page) != before
-        page.reload()
+        for _ in range(20):  # a loaded machine stores a moment later
+            page.reload()
+            if ground(page) != before:
+                break
+            page.wait_for_timeout(250)
         assert ground(page) != before
         assert page.is_checked(".theme [value=dark]")
         page.check(".theme [value=auto]")
