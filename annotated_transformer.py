@@ -8695,7 +8695,7 @@ def exact_matches(model, pairs):
 # after 600 updates. With the paper's root it is still high when the model can
 # copy, and shakes what was learned: the third perfect test in a row came after
 # 450 to 775 updates (seeds 0 to 5), where the line needs 375 to 575 (seeds 0
-# to 13; two cores of an Intel Xeon, commit 9990f56 with this recipe).
+# to 13; one core of an Intel Xeon, commit 9990f56 with this recipe).
 
 # %%
 COPY = Config(14, 14, N=1, d_model=64, d_ff=128, h=2, dropout=0.0)
