@@ -1565,16 +1565,17 @@ def layer_norm_equals_torch():
 # draws stays the same. In use it does nothing. *Making it fast*, below, has a
 # quicker form of it.
 #
-# In PyTorch a part of a network is an object of a class made from
-# `nn.Module`. What it computes stands in `forward`, which runs when the
-# object is called: `drop(x)` runs `drop.forward(x)`. It knows the weights of
-# the parts that are assigned to it, and `self.training` says whether it is
-# being trained. A part that torch has ready is `nn.Linear(a, b)`: it turns
-# each row of `a` numbers into one of `b`, by a matrix and a bias that are
-# learned. Of a plain list of parts, or a plain tensor, it knows nothing:
-# layers are put into an `nn.ModuleList`, and a tensor that is to be learned
-# becomes an `nn.Parameter`. `register_buffer` is for one that is not learned,
-# but goes along to another device (and with `persistent=False` is not saved).
+# In PyTorch a part of a network is an object of a class made from `nn.Module`.
+# What it computes stands in `forward`, which runs when the object is called:
+# `drop(x)` runs `drop.forward(x)`. It knows the weights of the parts that are
+# assigned to it, and `self.training` says whether it is being trained. A part
+# that torch has ready is `nn.Linear(a, b)`: it turns each row of `a` numbers
+# into one of `b`, by a matrix and a bias that are learned. (It keeps the
+# matrix transposed, as `weight` of shape (b, a), and computes x @ weight.T +
+# bias.) Of a plain list of parts, or a plain tensor, it knows nothing: layers
+# are put into an `nn.ModuleList`, and a tensor that is to be learned becomes
+# an `nn.Parameter`. `register_buffer` is for one that is not learned, but goes
+# along to another device (and with `persistent=False` is not saved).
 
 
 # %%
@@ -1689,7 +1690,7 @@ class DecoderLayer(nn.Module):
 # A stack is N such layers, one after the other. `context` is what a layer
 # needs besides x: the mask in the encoder; the memory and two masks in the
 # decoder. Each layer is built anew, so each starts from its own random
-# weights.
+# weights. (`nn.Identity` gives back what it gets, and ignores the size.)
 
 
 # %%
@@ -2056,7 +2057,7 @@ def additive_scores(Q, K, w, W=None):
 
 @claim(
     "3.2.1",
-    "Dot-product and additive attention are of the same complexity in theory",
+    "Dot-product and additive attention are of similar complexity in theory",
     unless={"each_pair": True},
 )
 def both_scores_multiply_as_often(sizes=(16, 32, 64), each_pair=False):
@@ -2099,7 +2100,7 @@ def kept_numbers(function, *inputs):
 
 @claim(
     "3.2.1",
-    "Dot-product attention needs much less memory than additive attention",
+    "Dot-product attention needs less memory than additive attention",
     unless={"again": True},
 )
 def dot_products_need_less_memory(n=128, d_k=64, again=False):
@@ -2619,11 +2620,12 @@ def attend_in_passing(q, blocks): ...
 # The brackets put the heads side by side, so that the width is D again. As
 # each head is h times narrower, all heads together cost about what one wide
 # head costs. In code the h matrices of a kind stand side by side in one D × D
-# matrix. What belongs to which head is a matter of reshaping: with D = 6 and h
-# = 2, each row of 6 numbers is cut into 2 pieces of K = 3. Then the axis of
-# the heads moves in front of that of the positions, so that each head has a
-# matrix of its own. A mask of shape (B, 1, T, S) is repeated over the heads;
-# PyTorch calls this broadcasting.
+# matrix (in the transposed `weight` of `nn.Linear`, one below the other). What
+# belongs to which head is a matter of reshaping: with D = 6 and h = 2, each
+# row of 6 numbers is cut into 2 pieces of K = 3. Then the axis of the heads
+# moves in front of that of the positions, so that each head has a matrix of
+# its own. A mask of shape (B, 1, T, S) is repeated over the heads; PyTorch
+# calls this broadcasting.
 #
 # `(B, T, D)` → cut → `(B, T, H, K)` → swap → `(B, H, T, K)`
 #
@@ -2953,14 +2955,14 @@ def sum_of_heads(heads, W_O): ...
 # belongs to the keys, and the keys of cross-attention are the memory. No
 # future is hidden in it, for the whole source is there from the start.
 #
-# Two reasons can forbid a look. *Padding* is not text: nobody may look at
-# it, so its **columns** are masked. Its rows need no mask: what a padded
-# position computes is never looked at and never enters the loss. The
-# *future* does not exist yet when the model writes: position t may look
-# at 1 … t only. In training, all positions of the target are computed at
-# once, and this mask alone makes each of them blind to what it must
-# predict. When the model writes for real the mask stays, so that each
-# position sees what it saw in training.
+# Two reasons can forbid a look. *Padding* is not text: nobody may look at it,
+# so its **columns** are masked. Its rows need no mask: what a padded position
+# computes is never looked at and never enters the loss. The *future* does not
+# exist yet when the model writes: position t may look at 1 … t only. In
+# training, all positions of the target are computed at once. This mask, and
+# that the words are read one place late (Section 5.1), make each of them blind
+# to what it must predict. When the model writes for real the mask stays, so
+# that each position sees what it saw in training.
 
 
 # %%
@@ -3796,7 +3798,9 @@ def shift_found_by_least_squares(offsets=(1, 7, 50), d_model=64, cosines=True):
 # What the paper hoped to win by it: that heads easily learn to look k places
 # back, wherever they stand. Whether it is easily *learned* is not tried here,
 # but one matrix is enough: it makes the query, and the keys are the encodings
-# as they are. (Random vectors of one length, in their place, have none.)
+# as they are. (For 400 random vectors of one length, least squares finds no
+# such matrix. One that is trained for them can be right, but for these places
+# only; that of the sinusoids is right for places it has never seen.)
 
 
 # %% tags=["claim"]
@@ -4068,8 +4072,9 @@ turning_in_loops.judged_by(
 #     return torch.view_as_real(turned).flatten(-2)
 # ```
 #
-# Turned by m and by n, q and k stand at the angle between them plus n − m. So
-# the positions enter by their difference only (and its sign does count).
+# With q at place m and k at place n, the angle between their pairs i grows by
+# (n − m) / 10000^(2i/K). So the positions enter by their difference only (and
+# its sign does count).
 #
 # </details>
 
@@ -4091,7 +4096,8 @@ def turn_by_place(x, places): ...
 # Xavier.) Biases start as torch starts them. *Fills a gap in the paper*, which
 # does not say how they start. Its published code drew matrices in the same
 # way, with biases of 0; but it kept W_Q, W_K and W_V of self-attention in one
-# matrix D × 3D, which has more outputs, so there they began smaller, by √2.
+# matrix D × 3D, which has more outputs, so there they began smaller, by √2
+# (and W_K and W_V of cross-attention, in one of D × 2D, by √1.5).
 
 
 # %%
@@ -4193,11 +4199,11 @@ def parameter_count_is_the_formula():
 # some 40,800, big some 35,900. *The sizes of Table 3*, in Section 6.2, asks
 # the same of each row.
 #
-# **What does an untrained model say?** Nothing sensible, of course, but
-# it should be *undecided*. The *loss* of a word is −ln of the probability
-# that the model gave to the right word (the *cross-entropy*). If all V
-# words had the same chance, it would be ln V. Ours, with V = 14, should
-# start near ln 14 = 2.64.
+# **What does an untrained model say?** Nothing sensible, of course, but it
+# should be *undecided*. The *loss* of a word is −ln of the probability that
+# the model gave to the right word (the *cross-entropy*). If all V words had
+# the same chance, it would be ln V. Ours, with V = 14, should start somewhat
+# above ln 14 = 2.64.
 
 
 # %%
@@ -4231,8 +4237,9 @@ def an_untrained_model():
 
 
 # %% [markdown]
-# The loss is above ln 14, for the guesses are not even, and uneven guesses
-# made blindly lose more than they win. And why does it repeat one word? Most
+# The loss is above ln 14 (by nearly ½, on average, where logits have variance
+# 1), for the guesses are not even, and uneven guesses made blindly lose more
+# than they win. And why does it repeat one word? Most
 # of an untrained decoder's state is the same whatever it has read, so the same
 # word is likeliest again and again. (From another seed it is usually another
 # word than `<s>`.) The residual connections add to this: they carry a little
@@ -4245,9 +4252,10 @@ def an_untrained_model():
 # written by others, and compare outputs and gradients, in both norm orders.
 # `nn.Transformer` has no embeddings, positions or logits, so it is the two
 # stacks that we compare; the other parts are examined by themselves. There are
-# two differences. With post-norm, torch's stacks still add a final norm, which
-# the paper lacks, so we remove it. And its attention has biases; they start at
-# zero and change nothing.
+# three differences. With post-norm, torch's stacks still add a final norm,
+# which the paper lacks, so we remove it. Its attention has biases; they start
+# at zero and change nothing. And its dropout falls on the attention
+# weights and inside the feed-forward network too; the twin has none.
 
 
 # %%
@@ -4258,8 +4266,10 @@ def torch_twin(model):
     order = dict(batch_first=True, norm_first=c.norm_first)
     with warnings.catch_warnings():  # of a speed-up that we do not need
         warnings.simplefilter("ignore")
-        kind = next(model.parameters()).dtype
-        twin = nn.Transformer(*sizes, **order, dtype=kind)
+        like = next(model.parameters())
+        twin = nn.Transformer(
+            *sizes, **order, dtype=like.dtype, device=like.device
+        )
     ours, theirs = [], []
     for stack, other in ((model.encoder, twin.encoder),
                          (model.decoder, twin.decoder)):  # fmt: skip
@@ -4316,8 +4326,9 @@ def model_equals_torch():
         memory = model.encoder(x, padding_mask(src))
         ours = model.decoder(y, memory, padding_mask(src), target_mask(tgt))
         hidden = src == PAD  # torch's polarity: True may not attend
+        future = torch.ones(5, 5, dtype=torch.bool).triu(1)
         theirs = twin(
-            x, y, tgt_mask=~causal_mask(5), src_key_padding_mask=hidden,
+            x, y, tgt_mask=future, src_key_padding_mask=hidden,
             memory_key_padding_mask=hidden, tgt_key_padding_mask=tgt == PAD,
         )  # fmt: skip
         real = tgt != PAD
@@ -4357,7 +4368,9 @@ def the_future_is_hidden():
 
 # %% [markdown]
 # Second: padding changes nothing. A sentence gives the same result alone and
-# in a batch with longer ones.
+# in a batch with longer ones. (The target's padding stands at the end, where
+# the causal mask alone hides it from all real positions; so this check would
+# not miss its mask. Padding in front of a text needs it.)
 
 
 # %%
@@ -4524,12 +4537,12 @@ def order_comes_from_positions(words=7, positions=False):
 # %% [markdown]
 # ### Post-norm against pre-norm, measured
 #
-# Why does it matter where the norm goes? Look at the gradient of an untrained
-# model, one value for each layer of the decoder: how large it is, the root of
-# the sum of all its squares. (That, too, is called a *norm*.) Xiong et al.
-# (2020) found that post-norm gives the layers near the output much larger
-# gradients than the others. So, they say, it needs warm-up (Section 5.3), and
-# pre-norm does not.
+# Why does it matter where the norm goes? Look at the gradient of W_1 in an
+# untrained model, one value for each layer of the decoder: how large it is,
+# the root of the sum of all its squares. (That, too, is called a *norm*.)
+# Xiong et al. (2020) found that post-norm gives the layers near the output
+# much larger gradients than the others. So, they say, it needs warm-up
+# (Section 5.3), and pre-norm does not.
 
 
 # %%
@@ -4569,9 +4582,10 @@ def gradients_of_both_orders():
 
 
 # %% [markdown]
-# **What to notice.** With post-norm the last layer's gradient is many times
-# the first's (how many depends much on the seed); with pre-norm the largest
-# is about twice the smallest, or less. So, say Xiong et al., a large first
+# **What to notice.** With post-norm the last layer's gradient of W_1 is many
+# times the first's (how many depends much on the seed); with pre-norm the
+# largest is about twice the smallest, or less. (Most other matrices do alike;
+# W_Q and W_K of self-attention do not.) So, say Xiong et al., a large first
 # step would ruin the last layers of a post-norm stack, and its rate must start
 # small. With Adam (Section 5.3) that can't be all, for it divides by the
 # gradient's size. Liu et al. (2020) blame something else: post-norm leans more
@@ -7253,6 +7267,10 @@ class Cache:
         state = self.model.decoder.norm(y)[:, 0]
         return self.model.tgt_embedding.logits(state)
 
+    def parts(self, words):
+        """`read`, for some sentences at a time: here, for all at once."""
+        return [self.read(words)]
+
     def keep(self, texts, sources=None):
         """Keep these texts, in this order, and these sources (indices)."""
         self.own = [(K[texts], V[texts]) for K, V in self.own]
@@ -7297,9 +7315,16 @@ def close_ranks(stay):
 # %% [markdown]
 # Greedy decoding with the cache is the same loop, but the decoder reads one
 # word at a time. A sentence that has ended takes its keys and values with it.
+# The cache may hand out the logits in parts, each of some sentences. `Cache`
+# has only one part; that of *Writing, sooner* has a reason for more.
 
 
 # %%
+def likeliest(logits):
+    """(A, V) -> the word after each of A texts (A,)"""
+    return top(forbid_specials(logits), 1)[1][:, 0]
+
+
 def greedy(model, src, extra=50, begin=None):
     """`greedy_plain`, with keys and values kept: the same words, sooner.
 
@@ -7313,8 +7338,8 @@ def greedy(model, src, extra=50, begin=None):
     with evaluating(model):
         cache = begin(src)
         while len(alive):
-            logits = forbid_specials(cache.read(words))  # (A, V)
-            words = top(logits, 1)[1][:, 0]  # (A,)
+            parts = map(likeliest, cache.parts(words))
+            words = torch.cat([*parts])  # (A,)
             for row, word in zip(alive.tolist(), words.tolist()):
                 if word != EOS:
                     outputs[row].append(word)
@@ -8199,6 +8224,11 @@ def memory_of_an_update():
 #   *ancestors*, and only this mask is sorted.
 # * **One beginning.** At the first step all places of a beam hold `<s>`: it
 #   is read once.
+# * **Logits in parts.** With 10,000 words, five beginnings for each of a
+#   hundred sentences have 20 megabytes of logits at each step: too many to
+#   stay near the processor until the best are chosen, and often in new pages.
+#   So the logits of some 128 texts are computed, the best words chosen, and
+#   the next logits find room where these were.
 
 
 # %%
@@ -8365,6 +8395,8 @@ LEAST = 16  # places of keys and values: MKL is asked if 16 K >= 400
 class Writer:
     """A model's weights laid out for writing; made anew when they change."""
 
+    rows = 128  # about so many texts are in a part of the logits
+
     def __init__(self, model, kind=None):
         """`kind`: dtype of the products' factors; None: the weights' own."""
         self.model, self.h = model, model.config.h
@@ -8481,6 +8513,23 @@ class WritersCache:
 
     def read(self, words):
         """The next word of each text (A·W,) -> logits (A·W, V)"""
+        return torch.cat([*self.parts(words)])
+
+    def parts(self, words):
+        """`read`, for some sentences at a time; on a GPU for all at once."""
+        states = self.states(words)
+        alike = len(words) // len(states)  # W or 1
+        n = max(1, self.writer.rows // self.width) * self.width // alike
+        n = len(states) if states.is_cuda else n
+        return (self.logits(part, alike) for part in states.split(n))
+
+    def logits(self, states, alike):
+        """(R, D) -> (R · alike, V)"""
+        logits = self.writer.logits(states)
+        return logits if alike == 1 else logits.repeat_interleave(alike, 0)
+
+    def states(self, words):
+        """(A·W,) -> (A·W, D), or (A, D) where all texts are as yet alike"""
         words, model = words.view(-1, self.width), self.writer.model
         if not self.length and words.equal(words[:, :1].expand_as(words)):
             words = words[:, :1]
@@ -8493,10 +8542,7 @@ class WritersCache:
             y = layer.add_norm(1, y, partial(self.consult, i, layer))
             y = layer.add_norm(2, y, layer.feed_forward)
         self.length += 1
-        logits = self.writer.logits(model.decoder.norm(y))
-        if W == self.width:
-            return logits
-        return logits.repeat_interleave(self.width, 0)
+        return model.decoder.norm(y)
 
     def look_back(self, i, layer, y, x):
         """Self-attention of layer i: the new places join what is kept."""
@@ -8548,7 +8594,8 @@ def writer_changes_nothing():
                 cache.keep(torch.tensor([0, 1, 5, 4]), torch.tensor([0, 2]))
             plain, fast = (cache.read(words[:4]) for cache in caches)
             torch.testing.assert_close(fast, plain, rtol=1e-4, atol=1e-4)
-        assert greedy(model, src, 9, writer.begin) == greedy(model, src, 9)
+        for writer.rows in (128, 4, 1):
+            assert greedy(model, src, 9, writer.begin) == greedy(model, src, 9)
 
 
 # %% [markdown]
@@ -10607,10 +10654,21 @@ def continuations(scores, logits, at_limit):
 
 # %% [markdown]
 # `scores`, `texts` and `words` hold the beginnings. At each step they are
-# sorted anew by `origin`, and the cache with them:
+# sorted anew by `origin`, and the cache with them. The cache hands out its
+# logits in parts, each of some sentences:
 
 
 # %%
+def continue_in_parts(scores, parts, at_limit):
+    """`continuations` of logits that come in parts, some sentences each."""
+    found, end = [], 0
+    for logits in parts:
+        begin, end = end, end + len(logits) // scores.size(1)
+        of = slice(begin, end)
+        found.append(continuations(scores[of], logits, at_limit[of]))
+    return map(torch.cat, zip(*found))
+
+
 def beam_search(
     model, src, width=4, alpha=0.6, extra=50, first=True, watch=None,
     begin=None,
@@ -10634,9 +10692,10 @@ def beam_search(
     with evaluating(model):
         cache = begin(src, width)
         while len(alive):
-            logits = cache.read(words)
+            parts = cache.parts(words)
             at_limit = cache.length > limits[alive]
-            scores, origin, words = continuations(scores, logits, at_limit)
+            found = continue_in_parts(scores, parts, at_limit)
+            scores, origin, words = found
             chosen = origin[..., None].expand(-1, -1, texts.size(-1))
             texts = torch.cat([texts.gather(1, chosen), words[..., None]], -1)
             room = [width - len(ended[row]) for row in alive.tolist()]

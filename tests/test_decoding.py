@@ -124,12 +124,19 @@ def test_texts_may_leave_the_cache_and_change_their_places(seed, h, data):
     lengths=LENGTHS,
     width=st.integers(1, 4),
     h=HEADS,
+    rows=st.sampled_from([1, 2, 5, 128]),
 )
-def test_a_writer_writes_what_the_plain_cache_writes(seed, lengths, width, h):
-    """Sentences that end early leave; long ones outgrow the first room."""
+def test_a_writer_writes_what_the_plain_cache_writes(
+    seed, lengths, width, h, rows
+):
+    """Sentences that end early leave; long ones outgrow the first room.
+
+    However many texts are in a part of the logits.
+    """
     model = lively_model(seed, norm_first=bool(seed % 2), h=h)
     src = book.pad([torch.randint(4, 14, (n,)).tolist() for n in lengths])
-    begin = book.Writer(model).begin
+    writer = book.Writer(model)
+    writer.rows, begin = rows, writer.begin
     assert book.greedy(model, src, 45, begin) == book.greedy(model, src, 45)
     how = {"width": width, "extra": 45, "first": False}
     plain = book.beam_search(model, src, **how)
@@ -138,6 +145,27 @@ def test_a_writer_writes_what_the_plain_cache_writes(seed, lengths, width, h):
         assert [h.tokens for h in one] == [h.tokens for h in two]
         for h, g in zip(one, two):
             assert math.isclose(h.score, g.score, rel_tol=1e-4)
+
+
+@pytest.mark.parametrize("width, rows", [(1, 4), (3, 4), (3, 7), (3, 1)])
+def test_a_writers_logits_come_in_parts_of_whole_sentences(width, rows):
+    """None has more texts than asked for, but for those of one sentence."""
+    model, src = lively_model(0), torch.randint(4, 14, (10, 6))
+    writer = book.Writer(model)
+    writer.rows = rows
+    with torch.no_grad():
+        for words in (
+            torch.full((10 * width,), book.BOS),  # all alike, then not
+            torch.randint(4, 14, (10 * width,)),
+        ):
+            whole, cut = (writer.begin(src, width) for _ in range(2))
+            parts = cut.parts(words)
+            assert cut.length == 1  # read, before any part is asked for
+            parts = list(parts)
+            sizes = [len(part) for part in parts]
+            assert all(size % width == 0 for size in sizes)
+            assert max(sizes) <= max(width, rows) and len(sizes) > 1
+            torch.testing.assert_close(torch.cat(parts), whole.read(words))
 
 
 @pytest.mark.parametrize("before", [0, 3])
