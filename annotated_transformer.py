@@ -18267,7 +18267,8 @@ def training_corpus(args, texts, pieces, both, start):
 # %% [markdown]
 # With `--from`, training starts from a saved model instead of random weights:
 # to go on with another recipe, or with another corpus of the same languages.
-# Vocabulary and sizes are then the model's; only dropout may change.
+# Vocabulary and sizes are then the model's; only dropout may change. A model
+# of both directions may go on in one of them, whichever it is.
 
 
 # %% tags=["plumbing"]
@@ -18279,11 +18280,15 @@ def load_start(args, both):
             raise InputError(f"--{option} is the model's own with --from")
     folder = Path(args.start)
     old = load_translator(folder)
-    if [old.src, old.tgt] != [args.src, args.tgt] or old.both != both:
+    languages = [args.src, args.tgt]
+    if old.both and languages == [old.tgt, old.src]:
+        old = old.reversed()
+    if [old.src, old.tgt] != languages or both and not old.both:
         ways = "both ways" if old.both else "one way"
         raise InputError(
             f"--from {folder} translates {old.src} to {old.tgt}, {ways}; "
-            "--src, --tgt and --both must say the same"
+            "--src, --tgt and --both must say the same (without --both, a "
+            "model of both ways may go on one way)"
         )
     if args.bpe_dropout and not isinstance(old.src_vocab, Pieces):
         raise InputError(
@@ -18296,7 +18301,7 @@ def load_start(args, both):
     model = Transformer(replace(old.model.config, **given))
     model.load_state_dict(old.model.state_dict())
     vocabs = old.src_vocab, old.tgt_vocab
-    return Translator(model, vocabs, (old.src, old.tgt), old.both)
+    return Translator(model, vocabs, (old.src, old.tgt), both)
 
 
 # %% [markdown]

@@ -405,6 +405,56 @@ def test_what_the_model_has_is_not_chosen_anew(
     assert not out.exists()
 
 
+@pytest.fixture(scope="module")
+def both(corpus, tmp_path_factory):
+    """The folder of a model of both directions."""
+    out = tmp_path_factory.mktemp("both") / "run"
+    more = "--both", "--pieces", 150
+    assert (
+        book.main(list(map(str, start_command(corpus, out, None, *more)))) == 0
+    )
+    return out
+
+
+@pytest.mark.parametrize(
+    "src, tgt, more, tag",
+    [
+        ("de", "en", [], []),
+        ("en", "de", [], []),
+        ("de", "en", ["--both"], ["<2en>"]),
+        ("en", "de", ["--both"], ["<2de>"]),
+    ],
+)
+def test_a_model_of_both_directions_goes_on_in_either(
+    capsys, corpus, both, tmp_path, src, tgt, more, tag
+):
+    """Its pieces and weights, without tags; with --both, with them."""
+    out = tmp_path / "out"
+    more = [*more, "--src", src, "--tgt", tgt, "--factor", 1e-9]
+    status, _, errors = run(capsys, *start_command(corpus, out, both, *more))
+    assert status == 0, errors
+    model = book.load_translator(out)
+    assert (model.src, model.tgt) == (src, tgt)
+    assert model.split("der Hund") == tag + model.src_vocab.split("der Hund")
+    new, old = weights(out), weights(both)
+    assert list(new) == list(old)
+    for name, weight in new.items():
+        torch.testing.assert_close(weight, old[name], rtol=0, atol=1e-6)
+    pieces = [folder / "pieces.model" for folder in (out, both)]
+    assert pieces[0].read_bytes() == pieces[1].read_bytes()
+
+
+def test_a_model_of_both_directions_knows_no_third_language(
+    capsys, corpus, both, tmp_path
+):
+    out, more = tmp_path / "out", Path(shutil.copytree(corpus, tmp_path / "c"))
+    for file in more.glob("*.en"):
+        file.rename(file.with_suffix(".fr"))
+    command = start_command(more, out, both, "--tgt", "fr")
+    message = refused(capsys, *command)
+    assert "de to en, both ways" in message and not out.exists()
+
+
 def test_ctrl_c_is_no_crash(capsys, corpus, tmp_path, monkeypatch):
     def pressed(*arguments):
         raise KeyboardInterrupt
