@@ -172,7 +172,6 @@ if "google.colab" in sys.modules:
 import argparse
 import contextlib
 import copy
-import ctypes
 import functools
 import gzip
 import hashlib
@@ -7993,123 +7992,6 @@ def fast_form_changes_nothing():
 
 
 # %% [markdown]
-# **Memory kept.** A part of the time is the operating system's. A large tensor
-# that is freed gives its memory back, and the next one is handed new pages (of
-# 4,096 bytes, on most machines), which the system has to find and to fill with
-# zeros. It counts them:
-
-
-# %%
-def new_pages(work):
-    """How many pages of memory the system hands out during work().
-
-    0 where the system does not say: on Windows and in some sandboxes.
-    """
-    if sys.platform == "win32":
-        return 0
-    import resource
-
-    def count():
-        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-
-    before = count()
-    work()
-    return count() - before
-
-
-@example
-def memory_of_an_update():
-    if not new_pages(partial(torch.ones, 2**25)):  # 128 MiB need some
-        print("This system does not count them.")
-        return
-    batch = next(stream(random_pairs(2000, 10_000), 4096, 0))
-    model = Transformer(Config(10_000, 10_000, **PRESETS["tiny"]))
-    for how, gradient in (
-        ("all logits at once", backward),
-        ("in slices", backward_in_slices),
-    ):
-        work = partial(gradient, model, batch, batch.count(), 0.1)
-        work()  # the second time, all that is kept is there
-        print(f"{new_pages(work):7,} new pages for an update, {how}")
-
-
-# %% [markdown]
-# Slices find room in what the slice before them has left. What a new page
-# costs depends on the system and on the hour, most of all on a virtual
-# machine; and so does what slices gain.
-#
-# Why give memory back at all, if the next update needs as much? `malloc`, the
-# function of the C library from which torch has it, gets large blocks from
-# the system one by one, and returns each when it is freed. In glibc, the C
-# library of most Linux systems, `mallopt` changes that: no block is got by
-# itself (`M_MMAP_MAX`), and what was freed waits for the next tensor
-# (`M_TRIM_THRESHOLD`). Python's `ctypes` can call it. Who has set something by
-# hand, in variables like `MALLOC_TRIM_THRESHOLD_`, is not overruled.
-
-
-# %%
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # of malloc.h
-KEPT = {M_MMAP_MAX: 0, M_TRIM_THRESHOLD: -1}  # -1: without a limit
-# The defaults. The last two are those to which glibc comes by itself as
-# soon as blocks of 32 MiB have been freed.
-GIVEN_BACK = {
-    M_MMAP_MAX: 65_536, M_MMAP_THRESHOLD: 2**25, M_TRIM_THRESHOLD: 2**26,
-}  # fmt: skip
-
-
-def adjustable_malloc():
-    """The C library if it has `mallopt` and nobody has set it; or None."""
-    names = "MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD"
-    by_hand = any(name.startswith(names) for name in os.environ)
-    if by_hand or sys.platform != "linux":
-        return None
-    library = ctypes.CDLL(None)
-    return library if hasattr(library, "mallopt") else None
-
-
-@contextlib.contextmanager
-def memory_kept():
-    """Let freed memory wait for the next tensor, where glibc can do it."""
-    library = adjustable_malloc()
-    for name, value in KEPT.items() if library else ():
-        library.mallopt(name, value)
-    try:
-        yield
-    finally:
-        for name, value in GIVEN_BACK.items() if library else ():
-            library.mallopt(name, value)
-        if library:
-            library.malloc_trim(0)  # give back what was kept
-
-
-# %% [markdown]
-# The second update finds all that it needs:
-
-
-# %%
-@example
-def memory_of_a_second_update():
-    if not new_pages(partial(torch.ones, 2**25)) or not adjustable_malloc():
-        print("This system does not count them, or cannot keep them.")
-        return
-    batch = next(stream(random_pairs(2000, 10_000), 4096, 0))
-    model = fast(Transformer(Config(10_000, 10_000, **PRESETS["tiny"])))
-    work = partial(backward_in_slices, model, batch, batch.count(), 0.1)
-    for how, kept in (
-        ("as usual", contextlib.nullcontext),
-        ("memory kept", memory_kept),
-    ):
-        with kept():
-            work()
-            print(f"{new_pages(work):7,} new pages for an update, {how}")
-
-
-# %% [markdown]
-# The commands of this book (*The command line*) run in kept memory. The price
-# is that a process stays as large as it was at its largest.
-
-
-# %% [markdown]
 # **Measured on your machine.** The layers are tiny's, the lengths are like
 # those of captions, the words are random. Each form has one means more than
 # the one before. (Adam *fused* makes its step in one pass over the weights.)
@@ -8121,7 +8003,7 @@ def memory_of_a_second_update():
 FORMS = (
     "plain, random batches", "batches of like length", "loss in slices",
     "dropout from bytes", "16-bit products", "fused attention",
-    "fused Adam", "memory kept",
+    "fused Adam",
 )  # fmt: skip
 
 
@@ -8172,15 +8054,6 @@ def training_in_form(form, config, pairs, places=1024, forms=FORMS):
     return training(model, batches, recipe, optimizer, gradient=gradient)
 
 
-def rate_of(form, updates, number=2):
-    """Real target tokens a second, in the next updates but one."""
-    kept = memory_kept if form == "memory kept" else contextlib.nullcontext
-    with kept():
-        next(updates)  # warms up, and finds its memory
-        few = list(itertools.islice(updates, number))
-    return sum(u.tokens for u in few) / sum(u.seconds for u in few)
-
-
 def speeds(vocab=5000, turns=3, forms=None):
     """{form: real target tokens a second, the best of some turns}"""
     pairs = random_pairs(2000, vocab)
@@ -8193,9 +8066,12 @@ def speeds(vocab=5000, turns=3, forms=None):
         for form in forms
     }
     best = dict.fromkeys(runs, 0.0)
-    for _ in range(turns):
+    for turn in range(turns + 1):
         for form, updates in runs.items():
-            best[form] = max(best[form], rate_of(form, updates))
+            few = list(itertools.islice(updates, 2))
+            rate = sum(u.tokens for u in few) / sum(u.seconds for u in few)
+            if turn:  # the first warms up
+                best[form] = max(best[form], rate)
     return best
 
 
@@ -8262,15 +8138,58 @@ def one_means_after_another():
 # On another processor it is another picture. On two cores of an Intel Xeon,
 # without the units that its kind has for products in 16 bits, these were
 # slower than in 32: 4,192 tokens a second after 6,205 (commit 9990f56). So
-# they are left out there, and the whole, without kept memory, was worth 3.1
-# (commit 0d3fbbb).
-#
-# Why do the slices bring so much in one hour and nothing in another? The new
-# pages that they save are dear in the one and cheap in the other. So is what
-# *memory kept* brings. XXX
+# they are left out there, and the whole was worth 3.1 (commit 0d3fbbb).
 #
 # `torch.compile` promises to join the small operations. With `train --compile`
 # you may try it. It needs a C++ compiler and a minute or two to begin with.
+
+
+# %% [markdown]
+# Why do the slices bring so much in one hour and nothing in another? A part of
+# the time is the operating system's. A large tensor that is freed gives its
+# memory back, and the next one is handed new pages (of 4,096 bytes, on most
+# machines), which the system has to find and to fill with zeros. It counts
+# them:
+
+
+# %%
+def new_pages(work):
+    """How many pages of memory the system hands out during work().
+
+    0 where the system does not say: on Windows and in some sandboxes.
+    """
+    if sys.platform == "win32":
+        return 0
+    import resource
+
+    def count():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+    before = count()
+    work()
+    return count() - before
+
+
+@example
+def memory_of_an_update():
+    if not new_pages(partial(torch.ones, 2**25)):  # 128 MiB need some
+        print("This system does not count them.")
+        return
+    batch = next(stream(random_pairs(2000, 10_000), 4096, 0))
+    model = Transformer(Config(10_000, 10_000, **PRESETS["tiny"]))
+    for how, gradient in (
+        ("all logits at once", backward),
+        ("in slices", backward_in_slices),
+    ):
+        work = partial(gradient, model, batch, batch.count(), 0.1)
+        work()  # the second time, all that is kept is there
+        print(f"{new_pages(work):7,} new pages for an update, {how}")
+
+
+# %% [markdown]
+# Slices find room in what the slice before them has left. What a new page
+# costs depends on the system and on the hour, most of all on a virtual
+# machine; and so does what this means gains.
 
 
 # %% [markdown]
@@ -19166,8 +19085,7 @@ def main(argv):
     store = None
     try:
         store = join_processes()
-        with memory_kept():
-            run_command(argv)
+        run_command(argv)
         if store:
             dist.barrier()  # nobody leaves while another still talks to it
             dist.destroy_process_group()

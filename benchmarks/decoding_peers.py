@@ -10,8 +10,7 @@ rounds after a warm-up, each program at the best of several batch sizes:
 
 The programs are the book's own `greedy` and `beam_search`, transformers'
 Marian and CTranslate2, all with the same weights; ours also with factors of
-8 and 16 bits, CTranslate2 in 8 bits and in 16 where it can. Ours run in kept
-memory, as its commands do, the others as they come. CTranslate2 has
+8 and 16 bits, CTranslate2 in 8 bits and in 16 where it can. CTranslate2 has
 processes of its own: once it has worked, PyTorch in the same process takes
 about one and a half times as long, and nobody would use both in one. Prints
 tokens a second, how many texts are not ours, and ours over each program's
@@ -67,11 +66,7 @@ def ours(model, width, kind=None):
         found = book.beam_search(model, src, width, alpha=0, begin=begin)
         return [hypotheses[0].tokens for hypotheses in found]
 
-    def program(rows, size):
-        with book.memory_kept():  # as all commands of the book
-            return in_batches(write, rows, size)
-
-    return program
+    return partial(in_batches, write)
 
 
 def theirs(write, twin, width):

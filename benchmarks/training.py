@@ -4,18 +4,17 @@
             and nn.Dropout, on the same batches, against ours, each in 32 and
             in 16 bits (the peer's by autocast) and with a fused Adam, in
             alternation: tiny (4,096 places) and base (1,024), both with
-            V = 10,000, without padding; ours in kept memory, as its commands
-            run, the peer as it comes
-  kept      the same with memory kept by both, in a process whose C library
-            was told so before (only where it is glibc, as on most Linux
-            machines)
+            V = 10,000, without padding
+  kept      the same in a process whose C library keeps the memory that a
+            tensor gives back, instead of asking the system anew (only where
+            it is glibc, as on most Linux machines)
   forms     the chapter's forms, one means more in each, on the captions of
             --corpus (random lengths without it), tiny, V = 10,000: random
             batches of 128 pairs, then of 4,096 places; products in 16 bits
             only where they pay, as `--preset laptop` decides it
   limit     base in 32 bits: operations in products over the time, as a part
             of what the machine makes in a large product, in training and in
-            greedy decoding of 64 sentences, all in kept memory
+            greedy decoding of 64 sentences
   copy      the copy task from start to end in a process of its own, five
             seeds
 
@@ -27,7 +26,6 @@ constraints.txt`.
 """
 
 import argparse
-import contextlib
 import itertools
 import json
 import os
@@ -120,23 +118,7 @@ def our_update(config, batch, half):
     updates = book.training(
         model, itertools.repeat(batch), recipe, gradient=gradient
     )
-    return settled(lambda: next(updates).tokens, book.memory_kept)
-
-
-def settled(update, kept=contextlib.nullcontext):
-    """A function that makes two updates; of the second tokens and seconds.
-
-    The first brings the memory that is kept, and warms up either program.
-    """
-
-    def second():
-        with kept():
-            update()
-            began = time.perf_counter()
-            tokens = update()
-            return tokens, time.perf_counter() - began
-
-    return second
+    return lambda: next(updates).tokens
 
 
 def peers_update(config, batch, half=False):
@@ -158,7 +140,7 @@ def peers_update(config, batch, half=False):
         optimizer.step()
         return batch.count()
 
-    return settled(update)
+    return update
 
 
 def against_the_peer(args):
@@ -183,11 +165,11 @@ def against_the_peer(args):
 
 
 def with_memory_kept(args):
-    """Rows: the same in a process that keeps all memory it was given.
+    """Rows: the same in a process that keeps the memory it was given.
 
     By default glibc returns large blocks to the system, whose pages then
     come anew, each with a fault. So a part of the peer's time is the
-    system's; here it is spared that, as ours is.
+    system's; this leaves it out, for both.
     """
     if platform.libc_ver()[0] != "glibc":
         print("kept     left out, it needs glibc")
@@ -230,15 +212,9 @@ def the_forms(args):
 
     def of(form):
         updates = book.training_in_form(form, config, pairs, places, forms)
-        kept = form == "memory kept"
 
         def several():
-            with book.memory_kept() if kept else contextlib.nullcontext():
-                next(updates)  # finds its memory
-                began = time.perf_counter()
-                few = itertools.islice(updates, number)
-                tokens = sum(u.tokens for u in few)
-                return tokens, time.perf_counter() - began
+            return sum(u.tokens for u in itertools.islice(updates, number))
 
         return several
 
@@ -320,21 +296,19 @@ def the_limit(args):
         book.greedy(model, src)
     write_work = counter.get_total_flops()
     train, writer = our_update(config, batch, False), book.Writer(model)
-
-    def write():
-        book.greedy(model, src, begin=writer.begin)
-        return 64 * 16
-
     runs = {
         "training": (train_work, train),
-        "greedy decoding": (write_work, settled(write, book.memory_kept)),
-    }
+        "greedy decoding": (
+            write_work, lambda: book.greedy(model, src, begin=writer.begin),
+        ),
+    }  # fmt: skip
     shares, rates = {name: [] for name in runs}, []
     for turn in range(args.rounds + 1):
-        with book.memory_kept():
-            [rate] = machines_rate(1)
+        [rate] = machines_rate(1)
         for name, (work, run) in runs.items():
-            _, taken = run()
+            began = time.perf_counter()
+            run()
+            taken = time.perf_counter() - began
             if turn:
                 shares[name].append(work / taken / rate)
         rates.append(rate)

@@ -1,8 +1,6 @@
 """Making it fast: each fast form computes what the plain one does."""
 
 import itertools
-import os
-import platform
 from functools import partial
 from types import SimpleNamespace
 
@@ -252,106 +250,5 @@ def test_where_pages_are_not_counted_the_book_says_so(
 
         usage = SimpleNamespace(ru_minflt=0)
         monkeypatch.setattr(resource, "getrusage", lambda who: usage)
-    for name in ("memory_of_an_update", "memory_of_a_second_update"):
-        book.EXAMPLES[name]()
-        assert "does not count" in capsys.readouterr().out
-
-
-# ----------------------------------------------------------------- memory kept
-
-
-BY_HAND = ("MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD")
-
-
-@pytest.fixture
-def untouched(monkeypatch):
-    """An environment in which nobody has set anything of malloc's."""
-    for name in [n for n in os.environ if n.startswith(("MALLOC_", *BY_HAND))]:
-        monkeypatch.delenv(name)
-
-
-GLIBC = platform.libc_ver()[0] == "glibc"
-
-
-@pytest.mark.skipif(not GLIBC, reason="only glibc has these settings")
-def test_kept_memory_comes_without_new_pages(untouched):
-    """128 MiB ten times: at most the first three, but afterwards all anew.
-
-    Not the first alone: a block may want a little more room than what the
-    block before it has left, for it is aligned.
-    """
-    once = book.new_pages(lambda: torch.ones(2**25))  # 0: not counted
-
-    def ten_times():
-        return sum(
-            book.new_pages(lambda: torch.ones(2**25)) for _ in range(10)
-        )
-
-    with book.memory_kept():
-        kept = ten_times()
-    assert kept <= 3.1 * once
-    assert ten_times() >= 9 * once
-
-
-@pytest.mark.skipif(not GLIBC, reason="only glibc has these settings")
-def test_the_library_takes_each_setting(untouched):
-    library = book.adjustable_malloc()
-    for settings in (book.KEPT, book.GIVEN_BACK):
-        for name, value in settings.items():
-            assert library.mallopt(name, value) == 1
-
-
-class Library:
-    """Writes down what malloc is told."""
-
-    def __init__(self):
-        self.told, self.trimmed = {}, []
-
-    def mallopt(self, name, value):
-        self.told[name] = value
-        return 1
-
-    def malloc_trim(self, pad):
-        self.trimmed.append(dict(self.told))
-
-
-def test_memory_is_given_back_whatever_happens(monkeypatch):
-    library = Library()
-    monkeypatch.setattr(book, "adjustable_malloc", lambda: library)
-    with pytest.raises(ValueError), book.memory_kept():
-        assert library.told == book.KEPT and not library.trimmed
-        raise ValueError
-    assert library.told == book.GIVEN_BACK
-    assert library.trimmed == [book.GIVEN_BACK]  # only then
-
-
-def test_commands_run_in_kept_memory(monkeypatch):
-    library, seen = Library(), []
-    monkeypatch.setattr(book, "adjustable_malloc", lambda: library)
-    monkeypatch.setattr(
-        book, "run_command", lambda argv: seen.append(dict(library.told))
-    )
-    assert book.main(["copy"]) == 0
-    assert seen == [book.KEPT] and library.told == book.GIVEN_BACK
-
-
-@pytest.mark.parametrize("name", BY_HAND)
-def test_what_was_set_by_hand_stays(untouched, monkeypatch, name):
-    monkeypatch.setattr(book.ctypes, "CDLL", lambda name: Library())
-    monkeypatch.setattr(book.sys, "platform", "linux")
-    assert book.adjustable_malloc()
-    monkeypatch.setenv(name, "1")
-    assert book.adjustable_malloc() is None
-    with book.memory_kept():
-        pass
-
-
-@pytest.mark.parametrize("system", ["win32", "darwin", "musl"])
-def test_other_systems_are_left_alone(untouched, monkeypatch, system):
-    monkeypatch.setattr(book.ctypes, "CDLL", lambda name: SimpleNamespace())
-    if system != "musl":
-        monkeypatch.setattr(book.ctypes, "CDLL", lambda name: Library())
-        monkeypatch.setattr(book.sys, "platform", system)
-    assert book.adjustable_malloc() is None
-    with book.memory_kept():
-        pass
+    book.EXAMPLES["memory_of_an_update"]()
+    assert "does not count" in capsys.readouterr().out
