@@ -123,6 +123,8 @@
 # * Is the decoder parallel in training and in use, and why mask when it
 #   writes? *Greedy decoding*
 # * Why is my BLEU below the paper's? *How good is it? BLEU*
+# * Do attention weights explain what the model does? *A weight, and what it
+#   carries*
 # * Why is the training loss above the validation loss? *Training that lasts*
 #
 # </details>
@@ -13043,10 +13045,10 @@ def exploring_attention():
 # cells sit in rings (the row that writes `</s>` has none). Choose *encoder
 # self-attention*: in layer 2 most words look at themselves or no further than
 # two places away; in layer 1 about half of them look at `</s>`, which tells
-# little. (Which head does what is chance: with another seed it may be another
-# head.) Choose *decoder self-attention*: a word sees only itself and what is
-# to its left, so the upper triangle is empty. (Where scripts are off, you see
-# one head.)
+# little (*A weight, and what it carries*). (Which head does what is chance:
+# with another seed it may be another head.) Choose *decoder self-attention*: a
+# word sees only itself and what is to its left, so the upper triangle is
+# empty. (Where scripts are off, you see one head.)
 
 # %% [markdown]
 # ### Attention against the true alignment
@@ -13574,6 +13576,123 @@ def the_heads_for_the_time():
 # heads make no difference. So the role is real. Look at what goes wrong: the
 # tense. (Which heads have it, and how many, is chance: with another seed it
 # may be a single one, and that one is missed.)
+
+# %% [markdown]
+# ### A weight, and what it carries
+#
+# In layer 1 of the encoder many rows look at `</s>` most of all. What do they
+# find there? A query at place i gets from head h the sum of the values, each
+# times its weight and through those rows of W^O that read this head, W^O_h:
+#
+# $$\sum_j a_{ij} \, v_j W^O_h$$
+#
+# So the weight says *which part* of v_j W^O_h comes over, and not how much
+# there is of it. From a short one even a large weight brings little. Kobayashi
+# et al. (2020) found that for the separators of BERT (the encoder alone,
+# trained on much text), to which many of its heads give most of their weight.
+#
+# What a head would take from each word with a weight of 1; and, as a check,
+# that the sum is all there is to attention:
+
+
+# %%
+def carried(attention, value):
+    """v_j W^O_h for each head and word: value (B, S, D) -> (B, H, S, D)."""
+    V = attention.split(attention.W_V(value))  # (B, H, S, K)
+    W_O = attention.W_O.weight.T.unflatten(0, (attention.h, -1))  # (H, K, D)
+    return V @ W_O
+
+
+@check
+def attention_is_the_sum_of_what_it_carries():
+    """Weights times what they carry, over heads and words, is the output."""
+    module = MultiHeadAttention(Config(14, 14, d_model=32, h=4)).eval()
+    query, value = torch.randn(2, 3, 32), torch.randn(2, 5, 32)
+    output = module(query, value, value)
+    parts = module.weights @ carried(module, value)  # (B, H, T, D)
+    torch.testing.assert_close(parts.sum(1), output)
+
+
+# %% [markdown]
+# Now each weight times the length of what it carries, in parts of the row's
+# sum. Over 200 sentences: the mean weight on `</s>`, how long its value is
+# beside the mean of the other words', its mean part of what is carried, and
+# how often the word with the largest weight is the one that gives most.
+
+
+# %%
+def weights_and_parts(translator, pairs, kind):
+    """Four means over the pairs for each head: (4, N, H).
+
+    The weight on the last key, its length beside that of the others, its part
+    of what is carried, and how often largest weight and largest part agree.
+    """
+    model, found, values = translator.model, [], []
+    device = next(model.parameters()).device
+    layers = attentions(model, kind)
+    hooks = [
+        a.register_forward_pre_hook(lambda _, inputs: values.append(inputs[2]))
+        for a in layers
+    ]
+    for pair in pairs:
+        values.clear()
+        src, tgt = translator.encode_pair(pair.de.split(), pair.en.split())
+        batch = Batch(torch.tensor([src]), torch.tensor([tgt])).to(device)
+        with evaluating(model):
+            model(batch.src, batch.read)
+            vectors = torch.cat(
+                [carried(a, v) for a, v in zip(layers, values)]
+            )
+        lengths = vectors.norm(dim=-1)  # (N, H, S)
+        weights = torch.cat([a.weights for a in layers])  # (N, H, T, S)
+        parts = weights * lengths[:, :, None]
+        parts /= parts.sum(-1, keepdim=True)
+        same = (weights.argmax(-1) == parts.argmax(-1)).float()
+        found.append(
+            torch.stack([
+                weights[..., -1].mean(-1),
+                lengths[..., -1] / lengths[..., :-1].mean(-1),
+                parts[..., -1].mean(-1),
+                same.mean(-1),
+            ])
+        )  # fmt: skip
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(found).mean(0).cpu()
+
+
+@example
+def what_the_weights_carry():
+    (translator, _), pairs = toy_translator(), toy_corpus()["test"][:200]
+    print(f"{'</s>':>35}  length   part   same word first")
+    for kind in KINDS[1], KINDS[0]:
+        for n, layer in enumerate(
+            weights_and_parts(translator, pairs, kind).unbind(1)
+        ):
+            for h, (weight, length, part, same) in enumerate(layer.T, 1):
+                head = f"{kind.split()[0]}, layer {n + 1}, head {h}"
+                print(f"{head:29}{weight:6.0%}{length:8.2f}{part:7.0%}"
+                      f"{same:12.0%}")  # fmt: skip
+
+
+# %% [markdown]
+# **What to notice.** Three heads of the encoder's first layer give a third of
+# their weight to `</s>` and take little from it: its value is less than half
+# as long as those of the words. (Our guess: weights must sum to 1, so a head
+# that finds nothing to look for needs a place where weight does no harm.) In
+# that layer the brightest cell is often not the word that gives most: in one
+# head in two of five rows. In the second layer it mostly is, and in
+# cross-attention nearly always, so what was counted there stands.
+#
+# **Asked often:** do attention weights explain what the model does? They say
+# from where a head takes something, and after the table above one should ask
+# how much. Nor is length the end of it: vectors may cancel, the residual
+# connection goes around each layer, and later layers use of the sum what they
+# can. Jain and Wallace (2019) found, in recurrent networks that classify
+# texts, quite other weights that gave the same answers; Wiegreffe and Pinter
+# (2019) replied that these had to be sought on purpose, and that one
+# explanation among several is still one. What is certain is what follows when
+# a head is missing, and that was measured above.
 
 # %% [markdown]
 # ### Exercises
@@ -19376,9 +19495,12 @@ def main(argv):
 #   Memories*
 # * He et al. (2016), *Deep Residual Learning for Image Recognition*
 # * Holtzman et al. (2020), *The Curious Case of Neural Text Degeneration*
+# * Jain and Wallace (2019), *Attention is not Explanation*
 # * Johnson et al. (2017), *Google's Multilingual Neural Machine Translation
 #   System: Enabling Zero-Shot Translation*
 # * Kingma and Ba (2015), *Adam: A Method for Stochastic Optimization*
+# * Kobayashi et al. (2020), *Attention is Not Only a Weight: Analyzing
+#   Transformers with Vector Norms*
 # * Koehn (2004), *Statistical Significance Tests for Machine Translation
 #   Evaluation*
 # * Kumar and Byrne (2004), *Minimum Bayes-Risk Decoding for Statistical
@@ -19405,6 +19527,7 @@ def main(argv):
 #   Vision*
 # * Vaswani et al. (2017), *Attention Is All You Need*: the paper
 # * Vinyals et al. (2015), *Grammar as a Foreign Language*
+# * Wiegreffe and Pinter (2019), *Attention is not not Explanation*
 # * Wortsman et al. (2022), *Model Soups: Averaging Weights of Multiple
 #   Fine-Tuned Models Improves Accuracy Without Increasing Inference Time*
 # * Wu et al. (2016), *Google's Neural Machine Translation System: Bridging the

@@ -166,3 +166,57 @@ def test_every_word_of_the_accuracy_is_counted(translator):
     oracle = Oracle()
     oracle.model = Model()
     assert book.alignment_accuracy(oracle, [pair]).tolist() == [[1.0, 0.0]]
+
+
+@pytest.mark.parametrize("kind", book.KINDS[:2])
+def test_parts_are_what_goes_missing_with_a_words_value(translator, kind):
+    """Each word's part, found by leaving its value out of one head."""
+    pair, h = book.toy_corpus()["test"][3], 2
+    [module, *_] = book.attentions(translator.model, kind)
+    shown = book.weights_and_parts(translator, [pair], kind)[:, 0, h]
+
+    outputs, hidden = [], []
+
+    def hide(_, inputs, values):
+        values = values.clone()
+        others = torch.arange(values.size(-1)) // module.d_k != h
+        values[..., others] = 0
+        values[:, hidden] = 0
+        return values
+
+    def keep(_, inputs, output):
+        outputs.append(output[0])  # (T, D)
+
+    hooks = (
+        module.W_V.register_forward_hook(hide),
+        module.register_forward_hook(keep),
+    )
+    src, tgt = translator.encode_pair(pair.de.split(), pair.en.split())
+    batch = book.Batch(torch.tensor([src]), torch.tensor([tgt]))
+    with book.evaluating(translator.model):
+        for places in ([], *([j] for j in range(len(src)))):
+            hidden[:] = places
+            translator.model(batch.src, batch.read)
+    for hook in hooks:
+        hook.remove()
+    whole, *lacking = outputs
+    missing = torch.stack([(whole - o).norm(dim=-1) for o in lacking], -1)
+    weights = module.weights[0, h]  # (T, S)
+    lengths = (missing / weights).mean(0)
+    expected = [
+        weights[:, -1].mean(),
+        lengths[-1] / lengths[:-1].mean(),
+        (missing[:, -1] / missing.sum(-1)).mean(),
+        (weights.argmax(-1) == missing.argmax(-1)).float().mean(),
+    ]
+    torch.testing.assert_close(
+        shown, torch.stack(expected), rtol=1e-3, atol=1e-4
+    )
+
+
+def test_measuring_leaves_no_hook_behind(translator):
+    book.weights_and_parts(
+        translator, book.toy_corpus()["test"][:1], book.KINDS[0]
+    )
+    modules = translator.model.modules()
+    assert not any(m._forward_pre_hooks for m in modules)

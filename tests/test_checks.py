@@ -49,6 +49,11 @@ SLIPS = {
         "return x.reshape(x.size(0), self.h, -1, self.d_k)",
         "multi_head_attention_equals_torch",
     ),
+    "values cut for another head": (
+        "W_O = attention.W_O.weight.T.unflatten(0, (attention.h, -1))",
+        "W_O = attention.W_O.weight.unflatten(0, (attention.h, -1))",
+        "attention_is_the_sum_of_what_it_carries",
+    ),
     "key and value exchanged": (
         "V = self.split(self.W_V(value))",
         "V = self.split(self.W_V(query))",
