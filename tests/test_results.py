@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import needed
 
 import annotated_transformer as book
 from tools import results
@@ -42,6 +43,23 @@ def test_a_marker_that_is_lost_is_noticed(wrong):
     results.with_tables(text, "")  # nothing to complain of
     with pytest.raises(SystemExit, match="multi3"):
         results.with_tables(text.replace(end, wrong), "")
+
+
+def test_moses_cuts_an_article_from_its_noun_and_13a_does_not():
+    needed("sacremoses")
+    [cut] = results.moses("fr", ["L'homme n'a rien, dit-il."])
+    assert cut == "l' homme n' a rien , dit-il ."
+    rows = json.loads((results.RESULTS / "words.json").read_text("utf-8"))
+    counts = {
+        row["direction"]: [
+            row[rule]["reference_words"] for rule in ("13a", "moses")
+        ]
+        for row in rows["rows"]
+    }
+    assert counts["en-fr"][1] > 1.03 * counts["en-fr"][0]
+    for direction in ("en-de", "de-en"):
+        usual, other = counts[direction]
+        assert abs(usual - other) < 0.002 * usual
 
 
 def test_a_model_without_a_result_is_not_published(tmp_path):

@@ -27,6 +27,10 @@ python tools/results.py reading ONE OTHER --corpus DIR --commit HASH
     --device TEXT --chosen BEAM WEIGHT
                              once that is done: what was chosen by it, and the
                              plain beam of four, on the test set
+python tools/results.py words MODEL... --corpus DIR --commit HASH --device TEXT
+                             their BLEU on the test set by the words that
+                             sacreBLEU cuts and by those that Moses does (needs
+                             sacremoses, which tests/peers.txt has)
 python tools/results.py tables
                              write the tables in README and book anew
 python tools/results.py check
@@ -384,6 +388,52 @@ def reading(args):
     write_json(RESULTS / "reading.json", facts)
 
 
+def moses(language, texts):
+    """Texts in lower case, with spaces between the words that Moses cuts."""
+    from sacremoses import MosesTokenizer
+
+    cut = MosesTokenizer(lang=language).tokenize
+    return [cut(text.lower(), return_str=True, escape=False) for text in texts]
+
+
+def words(args):
+    """Score the same translations by two rules of where words end."""
+    from sacrebleu import corpus_bleu
+
+    rows = []
+    for folder in args.models:
+        translator = book.load_translator(Path(folder))
+        way = translator.src, translator.tgt
+        pairs = book.corpus_part(args.corpus, TEST, *way)
+        sources, references = map(list, zip(*pairs))
+        outputs = translator.translate(sources, 4, args.alpha)
+        usual = book.bleu(outputs, references)
+        other = corpus_bleu(
+            moses(translator.tgt, outputs),
+            [moses(translator.tgt, references)],
+            tokenize="none",
+            force=True,  # that the texts look cut is meant so
+        )
+        row = {"direction": "-".join(way), "model": Path(folder).name}
+        for name, score in (("13a", usual), ("moses", other)):
+            row[name] = {
+                "bleu": round(score.score, 2),
+                "reference_words": score.ref_len,
+            }
+        rows.append(row)
+    facts = {
+        "command": f"python tools/results.py words {' '.join(args.models)} "
+        "--corpus multi30k",
+        "commit": args.commit,
+        "device": args.device,
+        "beam": 4,
+        "alpha": args.alpha,
+        "part": TEST,
+        "rows": rows,
+    }
+    write_json(RESULTS / "words.json", facts)
+
+
 def heart(args):
     """Measure models on the text that they learned, and on new text.
 
@@ -465,6 +515,8 @@ def multi30k_table():
         runs, recipe = [r for r, _ in members], members[0][1]
         test, val = ([r[part] for r in runs] for part in (TEST, "val"))
         both = ", both" if recipe["both"] else ""
+        if not both and any(s["recipe"]["both"] for s in stages(runs[0])):
+            both = ", both first"
         both += ", R-Drop" if recipe["r_drop"] else ""
         both += ", mean" if recipe["mean"] else ""
         seeds = {s["seed"] for r in runs for s in stages(r)}
@@ -576,6 +628,21 @@ def reading_table():
             for name in ("bleu", "chrf"):
                 cells.append(f"{found[name]:.1f}" if found else "")
         lines.append(f"| {' | '.join(map(str, cells))} |")
+    return lines
+
+
+def words_table():
+    """Return the lines of what the rule of words does to BLEU."""
+    lines = [
+        "| pair | BLEU, 13a | words | BLEU, Moses | words |",
+        "|---|---|---|---|---|",
+    ]
+    for row in (read("words") or {"rows": []})["rows"]:
+        cells = [row["direction"]]
+        for rule in ("13a", "moses"):
+            cells.append(f"{row[rule]['bleu']:.1f}")
+            cells.append(f"{row[rule]['reference_words']:,}")
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
@@ -708,6 +775,7 @@ TABLES = {
     "means": means_table,
     "by heart": heart_table,
     "reading": reading_table,
+    "words": words_table,
     "levers": levers_table,
     "full length": full_length_table,
     "speed": speed_table,
@@ -804,6 +872,11 @@ def main():
         sub.add_argument(f"--{option}", required=True)
     sub.add_argument("--alpha", type=float, default=1.5)
     sub.add_argument("--chosen", nargs=2, type=float)
+    sub = commands.add_parser("words")
+    sub.add_argument("models", nargs="+", metavar="MODEL")
+    for option in ("corpus", "commit", "device"):
+        sub.add_argument(f"--{option}", required=True)
+    sub.add_argument("--alpha", type=float, default=1.5)
     commands.add_parser("tables")
     commands.add_parser("check")
     args = parser.parse_args()
