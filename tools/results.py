@@ -515,8 +515,6 @@ def multi30k_table():
         runs, recipe = [r for r, _ in members], members[0][1]
         test, val = ([r[part] for r in runs] for part in (TEST, "val"))
         both = ", both" if recipe["both"] else ""
-        if not both and any(s["recipe"]["both"] for s in stages(runs[0])):
-            both = ", both first"
         both += ", R-Drop" if recipe["r_drop"] else ""
         both += ", mean" if recipe["mean"] else ""
         seeds = {s["seed"] for r in runs for s in stages(r)}
