@@ -13678,8 +13678,9 @@ def what_the_weights_carry():
 # %% [markdown]
 # **What to notice.** Three heads of the encoder's first layer give a third of
 # their weight to `</s>` and take little from it: its value is less than half
-# as long as those of the words. (Our guess: weights must sum to 1, so a head
-# that finds nothing to look for needs a place where weight does no harm.) In
+# as long as those of the words. (Weights must sum to 1, so a head that finds
+# nothing to look for needs a place where weight does no harm. That is what
+# Clark et al., 2019, suppose of BERT's separators.) In
 # that layer the brightest cell is often not the word that gives most: in one
 # head in two of five rows. In the second layer it mostly is, and in
 # cross-attention nearly always, so what was counted there stands.
@@ -17325,11 +17326,11 @@ def speaks_for_all(store):
 # first nearly reached, in two hours on two cores.
 #
 # **What counts as a word** is a part of such a score. Ours is that of
-# sacreBLEU's rules 13a. Wu et al. count the words of the Moses scripts, in
-# lower case: the README of their code counts 12,103 of them in the German
-# references, as many as Moses' rules find in ours, where 13a finds three more.
-# Between these two languages that makes no difference. But Moses cuts
-# *l'homme* into *l'* and *homme*, and 13a leaves it whole. So the French
+# sacreBLEU's rules 13a. Wu et al. seem to count the words of the Moses
+# scripts, in lower case: the README of their code counts 12,103 of them in the
+# German references, as many as Moses' rules find in ours, where 13a finds
+# three more. Between these two languages that makes no difference. But Moses
+# cuts *l'homme* into *l'* and *homme*, and 13a leaves it whole. So the French
 # references have 4 % more words, most of them short and soon right, and the
 # same translations have nearly a point more. Here are those of the published
 # models, in 16 bits (`python tools/results.py words`; test set, a beam of
@@ -19515,6 +19516,8 @@ def main(argv):
 #   Align and Translate*
 # * Britz et al. (2017), *Massive Exploration of Neural Machine Translation
 #   Architectures*
+# * Clark et al. (2019), *What Does BERT Look At? An Analysis of BERT's
+#   Attention*
 # * Dao et al. (2022), *FlashAttention: Fast and Memory-Efficient Exact
 #   Attention with IO-Awareness*
 # * Ding et al. (2021), *Improving Neural Machine Translation by Bidirectional
