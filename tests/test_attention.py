@@ -168,12 +168,15 @@ def test_every_word_of_the_accuracy_is_counted(translator):
     assert book.alignment_accuracy(oracle, [pair]).tolist() == [[1.0, 0.0]]
 
 
+@pytest.mark.parametrize("at", [-1, 0])
 @pytest.mark.parametrize("kind", book.KINDS[:2])
-def test_parts_are_what_goes_missing_with_a_words_value(translator, kind):
+def test_parts_are_what_goes_missing_with_a_words_value(translator, kind, at):
     """Each word's part, found by leaving its value out of one head."""
     pair, h = book.toy_corpus()["test"][3], 2
     [module, *_] = book.attentions(translator.model, kind)
-    shown = book.weights_and_parts(translator, [pair], kind)[:, 0, h]
+    src, tgt = translator.encode_pair(pair.de.split(), pair.en.split())
+    found = book.weights_and_parts(translator.model, [(src, tgt)], kind, at)
+    shown = found[:, 0, h]
 
     outputs, hidden = [], []
 
@@ -191,7 +194,6 @@ def test_parts_are_what_goes_missing_with_a_words_value(translator, kind):
         module.W_V.register_forward_hook(hide),
         module.register_forward_hook(keep),
     )
-    src, tgt = translator.encode_pair(pair.de.split(), pair.en.split())
     batch = book.Batch(torch.tensor([src]), torch.tensor([tgt]))
     with book.evaluating(translator.model):
         for places in ([], *([j] for j in range(len(src)))):
@@ -203,10 +205,11 @@ def test_parts_are_what_goes_missing_with_a_words_value(translator, kind):
     missing = torch.stack([(whole - o).norm(dim=-1) for o in lacking], -1)
     weights = module.weights[0, h]  # (T, S)
     lengths = (missing / weights).mean(0)
+    others = [j for j in range(len(src)) if j != at % len(src)]
     expected = [
-        weights[:, -1].mean(),
-        lengths[-1] / lengths[:-1].mean(),
-        (missing[:, -1] / missing.sum(-1)).mean(),
+        weights[:, at].mean(),
+        lengths[at] / lengths[others].mean(),
+        (missing[:, at] / missing.sum(-1)).mean(),
         (weights.argmax(-1) == missing.argmax(-1)).float().mean(),
     ]
     torch.testing.assert_close(
@@ -215,8 +218,8 @@ def test_parts_are_what_goes_missing_with_a_words_value(translator, kind):
 
 
 def test_measuring_leaves_no_hook_behind(translator):
-    book.weights_and_parts(
-        translator, book.toy_corpus()["test"][:1], book.KINDS[0]
-    )
-    modules = translator.model.modules()
+    model, pair = translator.model, book.toy_corpus()["test"][0]
+    ids = translator.encode_pair(pair.de.split(), pair.en.split())
+    book.weights_and_parts(model, [ids], book.KINDS[0])
+    modules = model.modules()
     assert not any(m._forward_pre_hooks for m in modules)
