@@ -13293,7 +13293,7 @@ def role_scores(translator, pairs, roles=ROLES):
 
 
 # %% [markdown]
-# To **remove** a head is to put zeros into those rows of W^O that read it
+# To **remove** a head is to put zeros into those rows of $W^O$ that read it
 # (columns of `W_O.weight`, which is transposed). Then nothing of what it
 # found gets out, and the other heads of its layer are as they were.
 
@@ -13581,13 +13581,13 @@ def the_heads_for_the_time():
 # ### A weight, and what it carries
 #
 # In layer 1 of the encoder many rows look at `</s>` most of all. What do they
-# find there? A query at place i gets from head h the sum of the values, each
-# times its weight and through those rows of W^O that read this head, W^O_h:
+# find there? The query at place i gets from head h the sum of the values, each
+# times its weight and through those rows of $W^O$ that read this head:
 #
 # $$\sum_j a_{ij} \, v_j W^O_h$$
 #
-# So the weight says *which part* of v_j W^O_h comes over, and not how much
-# there is of it. From a short one even a large weight brings little. Kobayashi
+# So the weight says *which part* of such a vector comes over, and not how long
+# the vector is. From a short one even a large weight brings little. Kobayashi
 # et al. (2020) found that for the separators of BERT (the encoder alone,
 # trained on much text), to which many of its heads give most of their weight.
 #
@@ -13678,14 +13678,14 @@ def what_the_weights_carry():
 
 
 # %% [markdown]
-# **What to notice.** Three heads of the encoder's first layer give a third of
-# their weight to `</s>` and take little from it: its value is less than half
-# as long as those of the words. (Weights must sum to 1, so a head that finds
-# nothing to look for needs a place where weight does no harm. That is what
-# Clark et al., 2019, suppose of BERT's separators.) In
-# that layer the brightest cell is often not the word that gives most: in one
-# head in two of five rows. In the second layer it mostly is, and in
-# cross-attention nearly always, so what was counted there stands.
+# **What to notice.** The heads of the encoder's first layer give a fifth of
+# their weight to `</s>`, or far more, and take less from it: its value is only
+# about half as long as those of the words. (Weights must sum to 1, so a head
+# that finds nothing to look for needs a place where weight does little harm.
+# That is what Clark et al., 2019, suppose of BERT's separators.) And in about
+# a fifth of the rows there, or more, the brightest cell is not the word that
+# gives most. In the second layer it mostly is, and in cross-attention nearly
+# always, so what was counted there stands.
 #
 # **Asked often:** do attention weights explain what the model does? They say
 # from where a head takes something, and after the table above one should ask
@@ -13695,8 +13695,8 @@ def what_the_weights_carry():
 # texts, quite other weights that gave the same answers; Wiegreffe and Pinter
 # (2019) replied that these had to be sought on purpose, and that one
 # explanation among several is still one. What is certain is what follows when
-# a head is missing, and that was measured above. (Models trained on real text
-# rest far more: *The published model, and its attention*.)
+# a head is missing, and that was measured above. (Models of real text may rest
+# far more: *The published model, and its attention*.)
 
 # %% [markdown]
 # ### Exercises
