@@ -17561,16 +17561,20 @@ def where_weight_rests():
         print("no three models, no table")
         return
     sources = [*CAPTIONS, *TO_READ_BACK]
-    places = dict(zip((KINDS[1], KINDS[0], KINDS[2]), (-1, -1, 0)))
-    print(f"{'weight → part':13}", *(f"{kind:>23}" for kind in places))
+    places = {
+        "encoder, </s>": ("encoder self-attention", -1),
+        "cross, </s>": ("cross-attention", -1),
+        "decoder, <s>": ("decoder self-attention", 0),
+    }
+    print(f"{'weight → part':15}", *(f"{place:>15}" for place in places))
     for name, translator in zip(names, map(load_translator, folders)):
         outputs = translator.translate(sources)
         pairs = list(map(translator.encode_texts, sources, outputs))
-        print(f"{name:13}", end="")
-        for kind, place in places.items():
+        print(f"{name:15}", end="")
+        for kind, place in places.values():
             found = weights_and_parts(translator.model, pairs, kind, place)
             weight, _, part, _ = found[:, -2:].mean((1, 2))
-            print(f"{f'{weight:.0%} → {part:.0%}':>24}", end="")
+            print(f"{f'{weight:.0%} → {part:.0%}':>16}", end="")
         print()
         if translator.src == "de":
             sources = outputs
