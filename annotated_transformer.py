@@ -13683,9 +13683,9 @@ def what_the_weights_carry():
 # about half as long as those of the words. (Weights must sum to 1, so a head
 # that finds nothing to look for needs a place where weight does little harm.
 # That is what Clark et al., 2019, suppose of BERT's separators.) And in about
-# a fifth of the rows there, or more, the brightest cell is not the word that
-# gives most. In the second layer it mostly is, and in cross-attention nearly
-# always, so what was counted there stands.
+# every fifth row there the brightest cell is not the word that gives most. In
+# the second layer it mostly is, and in cross-attention nearly always, so what
+# was counted there stands.
 #
 # **Asked often:** do attention weights explain what the model does? They say
 # from where a head takes something, and after the table above one should ask
@@ -16405,6 +16405,10 @@ def check_numbers(update, model=None):
         )
 
 
+# %% [markdown]
+# The loop, with its checkpoints and its log:
+
+
 # %%
 def train_translator(run, train, val, recipe, folder, options):
     """Train and keep checkpoints in `folder`.
@@ -17582,8 +17586,8 @@ def where_weight_rests():
 
 # %% [markdown]
 # **What to notice.** The two models from English rest much more; their recipe
-# is another (the norm after the sum, larger batches, more dropout, three times
-# the text), and which of it does this we have not asked. In their
+# is another (the norm after the sum, larger batches, more dropout, over three
+# times the text), and which of it does this we have not asked. In their
 # decoders two thirds of the weight lie on `<s>`, where little more than a
 # third of what is carried comes from. (The first query, of course, can look
 # at nothing else.) In their encoders more than a quarter lies on `</s>`, and
