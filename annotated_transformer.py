@@ -5440,7 +5440,8 @@ def pick_device(name="auto"):
         raise InputError(
             f"no device {name!r} here ({error}); cpu always works"
         ) from None
-    return torch.device(name)
+    device = torch.device(name)  # all of the processor is one: no "cpu:1"
+    return torch.device("cpu") if device.type == "cpu" else device
 
 
 # %% [markdown]
@@ -9758,7 +9759,9 @@ class Pieces:
                 control_symbols=list(tags), num_threads=1, minloglevel=2,
                 max_sentence_length=1 << 20,  # else it leaves lines out
             )  # fmt: skip
-        except (RuntimeError, OSError) as error:
+        except (RuntimeError, OSError, ValueError) as error:
+            if isinstance(error, InputError):  # of the texts
+                raise
             most = re.search(r"<= \d+", str(error))
             least = re.search(r"vs (\d+)", str(error))
             hint = most.group() if most else f">= {least[1]}" if least else ""
@@ -15405,6 +15408,12 @@ class Lines:
             with opener(self.path, "rb") as file:
                 for line in file:
                     number += 1
+                    if b"\0" in line:  # no letter of UTF-8 has it
+                        raise InputError(
+                            f"{self.path}, line {number}: zero bytes, as "
+                            "UTF-16 has; convert it, e.g. iconv -f utf-16 "
+                            "-t utf-8"
+                        )
                     yield line.decode().removeprefix("\ufeff").strip()
         except UnicodeDecodeError:
             raise InputError(
@@ -15597,7 +15606,12 @@ def corpus_folder(corpus, part, src, tgt):
                     "to measure, choose --split test_2016_flickr, say"
                 )
         for name in names:
-            fetch(name, folder)
+            plain = fetch(name, folder).with_suffix("")
+            if plain.exists():
+                raise InputError(
+                    f"{plain}: would be read in place of {name}, whose "
+                    "digest was checked; move or delete it"
+                )
     if not folder.is_dir():
         raise InputError(
             f"{corpus}: no such folder; --corpus takes toy, multi30k, or a "
@@ -15664,11 +15678,13 @@ class Texts:
     """The training pairs of texts of a corpus, read from its files each time.
 
     `sides`: the Lines of either language, or lists. Every 50th of the first
-    `held` lines is for validation and not among them.
+    `held` lines is for validation and not among them; `unused` of these are
+    not used for that either.
     """
 
-    def __init__(self, corpus, sides, held=0):
+    def __init__(self, corpus, sides, held=0, unused=0):
         self.corpus, self.sides, self.held = corpus, sides, held
+        self.unused = unused
         self.expected = None  # digests, if they are not to change
 
     def __iter__(self):
@@ -15714,10 +15730,14 @@ class Texts:
         """What there is to train on, in words."""
         kept, empty = self.facts["pairs"], self.facts["empty"]
         text = f"{kept:,} training pairs, {len(val):,} for validation"
+        if len(val) > 1000:
+            text += " (the first 1,000 of them)"  # see `validate`
         if self.held:
             text += " (taken from the training set, which has no val files)"
         if empty:
             text += f"; left out: {empty:,} with an empty side"
+        if self.unused:
+            text += f"; held out but of no use: {self.unused:,}"
         return text
 
 
@@ -15747,18 +15767,17 @@ def training_pairs(corpus, src, tgt, held=50_000, longest=1000):
     )
     if own:
         return Texts(corpus, sides), corpus_part(corpus, "val", src, tgt)
-    val = [
-        pair
-        for pair in itertools.islice(in_step(sides), 0, held, 50)
-        if all(pair) and max(map(len, pair)) <= longest
-    ]
+    for side in sides:
+        side.check()
+    drawn = [*itertools.islice(in_step(sides), 0, held, 50)]
+    val = [p for p in drawn if all(p) and max(map(len, p)) <= longest]
     if not val:
         raise InputError(
             f"{corpus}: of the pairs held out for validation each has an "
             f"empty side or one of over {longest:,} letters; give a sentence "
             f"a line, or files val.{src} and val.{tgt}"
         )
-    return Texts(corpus, sides, held), val
+    return Texts(corpus, sides, held, len(drawn) - len(val)), val
 
 
 # %% [markdown]
@@ -16014,6 +16033,11 @@ class EncodedCorpus:
             content["words"] = [vocab.words for vocab in vocabs]
         write_whole(self.path, lambda p: torch.save(content, p))
         self.stored = torch.load(self.path, mmap=True, weights_only=True)
+        if self.stored["facts"] != content["facts"]:
+            raise InputError(
+                f"{self.path}: another run has just written it; give each "
+                "run a --cache of its own"
+            )
 
 
 # %% [markdown]
@@ -16126,7 +16150,9 @@ class Run:
         device = next(self.model.parameters()).device
         state = load_tensors(folder / "checkpoint.pt", device)
         try:
-            check_same_run(json.loads(state["description"]), self, folder)
+            saved = json.loads(state["description"])
+            saved = {"val": self.description.get("val"), **saved}
+            check_same_run(saved, self, folder)  # older runs have no "val"
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
             if self.moving:
@@ -16541,7 +16567,8 @@ def validate_average(run, known, val, folder, log, options):
     there = found[-options["average"] :]
     if options["average"] < 2 or len(there) < 2:
         return
-    mean = average_weights(load_tensors(path) for path in there)
+    # Read from the disk matrix by matrix: together they may not fit.
+    mean = average_weights(load_tensors(path, mmap=True) for path in there)
     now = {k: v.clone() for k, v in run.model.state_dict().items()}
     run.model.load_state_dict(mean)
     moving, run.moving = run.moving, None
@@ -17037,8 +17064,12 @@ def note_launch(folder):
     What a kill in the midst of writing has left behind is removed.
     """
     names = this_launch()
+    ours = (
+        r"(model\.json|pieces\.model|(weights|checkpoint).*\.pt|log\.jsonl"
+        r"|launch)\.\d+\.part"  # of pairs.pt it may be another run's
+    )
     for unfinished in folder.glob("*.part") if first() else ():
-        if not unfinished.name.startswith("pairs"):  # may be another run's
+        if re.fullmatch(ours, unfinished.name):
             unfinished.unlink(missing_ok=True)
     if first() and "TORCHELASTIC_RUN_ID" in os.environ:
         text = json.dumps(names)
@@ -17965,17 +17996,14 @@ def ctranslate2_spec(translator, places=1100):
 
 
 # %% tags=["plumbing"]
-def export_ctranslate2(translator, folder, quantization="none"):
-    """Write a new folder with a model that CTranslate2 runs.
+@contextlib.contextmanager
+def whole_folder(folder):
+    """Give a new folder to fill, which becomes `folder` if all goes well.
 
-    `quantization` is one of QUANTIZATIONS. InputError if the folder exists
-    already, if it cannot be made, or if the package is missing.
+    InputError if that exists already, or cannot be made.
     """
     if folder.exists():
         raise InputError(f"{folder} exists already; choose another --out")
-    spec = ctranslate2_spec(translator)
-    spec.validate()
-    spec.optimize(None if quantization == "none" else quantization)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         place = tempfile.TemporaryDirectory(
@@ -17984,13 +18012,29 @@ def export_ctranslate2(translator, folder, quantization="none"):
     except OSError as error:
         raise InputError(f"{folder}: no place for a model: {error}") from None
     with place:
-        unfinished = Path(place.name) / "model"
+        unfinished = Path(place.name, "model")
         unfinished.mkdir()
+        try:
+            yield unfinished
+            os.rename(unfinished, folder)
+        except OSError as error:
+            raise OSError(f"{folder}: not written: {error}") from None
+
+
+def export_ctranslate2(translator, folder, quantization="none"):
+    """Write a new folder with a model that CTranslate2 runs.
+
+    `quantization` is one of QUANTIZATIONS. InputError if the folder exists
+    already, if it cannot be made, or if the package is missing.
+    """
+    with whole_folder(folder) as unfinished:
+        spec = ctranslate2_spec(translator)
+        spec.validate()
+        spec.optimize(None if quantization == "none" else quantization)
         spec.save(str(unfinished))
         if isinstance(translator.src_vocab, Pieces):
             pieces = translator.src_vocab.model
             (unfinished / "pieces.model").write_bytes(pieces)
-        os.rename(unfinished, folder)
 
 
 QUANTIZATIONS = (
@@ -18649,8 +18693,9 @@ def input_lines(arguments):
 # %% [markdown]
 # Tokens that the model does not know are named, so that an odd translation
 # finds its explanation. With pieces these are only letters and signs that
-# the training text did not have. A line longer than any in training is named
-# too: of a paragraph in one line, a model of sentences writes one sentence.
+# the training text did not have. A line of more than 100 tokens is named too:
+# training leaves such lines out, and of a paragraph in one line, a model of
+# sentences writes one sentence. (A shorter paragraph is not noticed.)
 
 
 # %% tags=["plumbing"]
@@ -18846,8 +18891,11 @@ def print_measures(facts):
 
 # %% tags=["plumbing"]
 def run_evaluate(args):
-    if args.json and not Path(args.json).parent.is_dir():
-        raise InputError(f"{args.json}: no such folder; make it first")
+    if args.json is not None:
+        if not Path(args.json).parent.is_dir():
+            raise InputError(f"{args.json}: no such folder; make it first")
+        if Path(args.json).is_dir():
+            raise InputError(f"{args.json!r} is a folder; name a file in it")
     device = pick_device(args.device)
     translator = load_direction(args, device)
     judge = load_back(args, translator, device)
@@ -18934,7 +18982,8 @@ def run_average(args):
             )
     digests = [sha256(folder / "weights.pt") for folder in folders]
     translators[0].model.load_state_dict(average_weights(states))
-    save_translator(translators[0], out, mean_of=digests)
+    with whole_folder(out) as unfinished:
+        save_translator(translators[0], unfinished, mean_of=digests)
     say(f"done: {out}, the mean of {len(states)} models")
 
 
@@ -19143,9 +19192,9 @@ def add_model(parser):
     option("--back", metavar="DIR", help=text)
     text = "how much its verdict counts (0.25)"
     option("--back-weight", type=float, metavar="X", help=text)
-    text = "products of 8-bit integers, on a processor"
+    text = "products of 8-bit integers, on a processor; not in --back"
     option("--int8", action="store_true", help=text)
-    text = "products of factors in bfloat16"
+    text = "products of factors in bfloat16; not in --back"
     option("--half", action="store_true", help=text)
 
 

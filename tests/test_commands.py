@@ -719,6 +719,9 @@ def test_what_cannot_be_written_is_refused_before_the_work(
     arguments = ["--model", model, "--corpus", corpus, "--device", "cpu"]
     message = refused(capsys, "evaluate", *arguments, "--json", path)
     assert str(path) in message and "no such folder" in message
+    for folder in (tmp_path, ".", ""):
+        message = refused(capsys, "evaluate", *arguments, "--json", folder)
+        assert f"'{folder}' is a folder" in message
 
 
 def test_a_language_is_not_translated_into_itself(capsys, corpus, tmp_path):
@@ -985,6 +988,25 @@ def test_a_mean_of_models_is_a_model(capsys, small, tmp_path):
     assert facts["mean_of"] == [book.sha256(file) for file in files]
     status, written, _ = run(capsys, "translate", "--model", out, "ein Hund")
     assert status == 0 and written.endswith("\n")
+
+
+def test_a_mean_that_cannot_be_written_leaves_nothing(
+    capsys, small, tmp_path, monkeypatch
+):
+    """Else the same command would find a folder, and refuse it."""
+    models = [near(tmp_path / f"near-{k}", small, k) for k in range(2)]
+    out, before = tmp_path / "mean", sorted(tmp_path.iterdir())
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", no_space)
+        status, _, said = run(capsys, *average(out, *models))
+    assert status and str(out) in said and "no space" in said
+    assert sorted(tmp_path.iterdir()) == before
+    assert run(capsys, *average(out, *models))[0] == 0
+
+
+def no_space(state, path):
+    Path(path).write_bytes(b"the first half")
+    raise OSError(28, "no space left on device")
 
 
 def test_a_mean_stays_tied_and_may_be_gone_on_from(capsys, corpus, tmp_path):

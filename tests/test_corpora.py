@@ -4,6 +4,7 @@ import gzip
 import hashlib
 import http.server
 import importlib.util
+import re
 import threading
 import urllib.request
 from collections import Counter
@@ -201,14 +202,21 @@ def test_an_empty_file_is_named(tmp_path, content):
     assert str(path) in message and "empty" in message
 
 
-@pytest.mark.parametrize("encoding", ["latin-1", "utf-16"])
-def test_other_encodings_are_named_with_their_line(tmp_path, encoding):
+def test_other_encodings_are_named_with_their_line(tmp_path):
     path = tmp_path / "train.de"
-    good = b"eins\nzwei\n"
-    path.write_bytes(good + "Tür\n".encode(encoding))
+    path.write_bytes(b"eins\nzwei\n" + "Tür\n".encode("latin-1"))
     message = refused(book.read_lines, path)
     assert f"{path}, line 3" in message
-    assert "UTF-8" in message and "iconv" in message
+    assert "UTF-8" in message and "iconv -f latin1" in message
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
+def test_a_file_in_utf_16_is_not_taken_for_text_with_zeros(tmp_path, encoding):
+    """Half of its bytes are zero, which is a letter of UTF-8 as well."""
+    path = tmp_path / "train.de"
+    path.write_bytes("eins\nzwei\n".encode(encoding))
+    message = refused(book.read_lines, path)
+    assert f"{path}, line 1" in message and "iconv -f utf-16" in message
 
 
 def test_other_encodings_are_found_in_compressed_files_too(tmp_path):
@@ -328,6 +336,15 @@ def test_training_and_validation_pairs_are_texts(folder):
     assert "left out" not in report
 
 
+def test_of_many_validation_pairs_it_is_said_which_are_used(folder):
+    write(folder, val_de=["eins"] * 1001, val_en=["one"] * 1001)
+    train, val = book.training_pairs(folder, "de", "en")
+    assert "1,001 for validation (the first 1,000" in train.report(val)
+    write(folder, val_de=["eins"] * 1000, val_en=["one"] * 1000)
+    train, val = book.training_pairs(folder, "de", "en")
+    assert "(" not in train.report(val)
+
+
 def test_what_is_left_out_is_counted(folder):
     german = ["kurz", "", "lang", " \t"]
     english = ["short", "one", "  ", ""]
@@ -399,10 +416,21 @@ def test_what_is_held_out_has_two_sides_of_sane_length(tmp_path):
     train, val = book.training_pairs(tmp_path, "de", "en")
     assert [src for src, _ in val] == ["w0", "w" * 1000, "w200", "w250"]
     assert not texts(train) & {"w0", lines[100], *(src for src, _ in val)}
+    counts = [int(n) for n in re.findall(r"\d+", train.report(val))]
+    assert counts == [294, 4, 2] and sum(counts) == len(lines)
     lines[0] = lines[150] = lines[200] = lines[250] = ""
     write(tmp_path, train_de=lines, train_en=lines)
     with pytest.raises(book.InputError, match="val.de and val.en"):
         book.training_pairs(tmp_path, "de", "en")
+
+
+@pytest.mark.parametrize("content", ["", "\n" * 60])
+def test_training_text_of_nothing_is_named(tmp_path, content):
+    """It is not the fault of what was held out."""
+    for language in ("de", "en"):
+        (tmp_path / f"train.{language}").write_text(content, encoding="utf-8")
+    message = refused(book.training_pairs, tmp_path, "de", "en")
+    assert str(tmp_path / "train.de") in message and "empty" in message
 
 
 def test_at_most_a_thousand_pairs_are_held_out(tmp_path):
@@ -612,6 +640,27 @@ def test_multi30k_put_in_place_needs_no_network(
         "Ein Mann schläft in einem grünen Raum auf einem Sofa.",
         "A man sleeping in a green room on a couch.",
     )
+
+
+def test_a_file_beside_the_one_that_was_checked_is_refused(
+    host, tmp_path, monkeypatch
+):
+    """It would be read instead, whatever it says."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(
+        book.MULTI30K_DIGESTS, "train.en.gz", book.MULTI30K_DIGESTS[NAME]
+    )
+    place = tmp_path / "data" / "multi30k"
+    place.mkdir(parents=True)
+    for name in (NAME, "train.en.gz"):
+        (place / name).write_bytes(CONTENT)
+    pairs = book.corpus_part("multi30k", "train", "de", "en")
+    assert pairs == [("eins", "eins"), ("zwei", "zwei")]
+    plain = place / "train.en"
+    plain.write_text("one\ntwo\n", encoding="utf-8")
+    message = refused(book.corpus_part, "multi30k", "train", "de", "en")
+    assert str(plain.relative_to(tmp_path)) in message
+    assert "train.en.gz" in message
 
 
 def test_digests_are_those_that_were_published(data):

@@ -456,10 +456,44 @@ def test_what_a_kill_left_unfinished_is_removed(few, small, tmp_path):
     out = tmp_path / "out"
     trained(few, out, 2, *LEVERS)
     (out / "checkpoint.pt.123.part").write_text("half", encoding="utf-8")
-    other = out / "pairs.pt.123.part"  # of a run whose --cache this is
-    other.write_text("half", encoding="utf-8")
+    # Of a run whose --cache this is, and of another program:
+    others = {out / "pairs.pt.123.part", out / "film.mkv.part"}
+    for other in others:
+        other.write_text("half", encoding="utf-8")
     resume(few, out, 3, *LEVERS)
-    assert list(out.glob("*.part")) == [other]
+    assert set(out.glob("*.part")) == others
+
+
+def test_a_run_of_before_validation_text_was_noted_can_go_on(
+    few, small, tmp_path
+):
+    out = tmp_path / "out"
+    trained(few, out, 2, *LEVERS)
+    state = torch.load(out / "checkpoint.pt", weights_only=True)
+    facts = json.loads(state["description"])
+    del facts["val"]
+    state["description"] = json.dumps(facts)
+    torch.save(state, out / "checkpoint.pt")
+    resume(few, out, 3, *LEVERS)
+    assert checkpoint(out)["step"] == 3
+
+
+def test_two_runs_that_write_one_cache_are_told_apart(
+    capsys, few, small, tmp_path, monkeypatch
+):
+    """Another run replaces the file between writing it and reading it."""
+    one, other = tmp_path / "one", tmp_path / "other"
+    trained(few, other, 1, "--pieces", 140)
+    real = book.write_whole
+
+    def write_whole(path, write):
+        real(path, write)
+        if path.name == "pairs.pt":
+            shutil.copy(other / "pairs.pt", path)
+
+    monkeypatch.setattr(book, "write_whole", write_whole)
+    command = training_command(few, one, 1, "--pieces", 150)
+    assert "another run has just written" in refused(capsys, *command)
 
 
 def read_scores(folder):

@@ -162,7 +162,7 @@ def test_text_that_looks_like_a_special_token_is_none(text):
     assert not special & set(vocabulary.encode(vocabulary.split(text))[:-1])
 
 
-@pytest.mark.parametrize("size", [1, 4, 30, 100_000])
+@pytest.mark.parametrize("size", [1, 4, 30, 100_000, 10**11])
 def test_a_size_that_does_not_fit_is_named(size):
     with pytest.raises(InputError, match="--pieces") as caught:
         untrained(GERMAN, size=size)

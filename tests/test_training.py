@@ -514,6 +514,7 @@ def test_an_average_of_16_bit_weights_loses_nothing(kind):
 def test_the_device_is_picked_and_can_be_set():
     assert book.pick_device().type in ("cuda", "mps", "cpu")
     assert book.pick_device("cpu") == torch.device("cpu")
+    assert book.pick_device("cpu:9") == torch.device("cpu")  # there is one
 
 
 def test_a_device_that_is_not_there_is_refused():
