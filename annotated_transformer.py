@@ -7877,10 +7877,12 @@ def half_products_are_close():
 
 
 # %% [markdown]
-# Does it pay here? On a processor without such instructions it is slower by
-# far. So the command line's recipe for small machines, `train --preset laptop`
-# (*The command line*), tries both for some milliseconds, and takes 16 bits if
-# they are clearly faster; `--half` and `--no-half` say so at once.
+# Does it pay here? That a processor has instructions for such products does
+# not suffice. The Intel Xeon of the benchmarks has some, but not the matrix
+# units (AMX) that others of its kind have, and is slower with 16 bits than
+# with 32. So the command line's recipe for small machines, `train --preset
+# laptop` (*The command line*), tries both for some milliseconds, and takes 16
+# bits if they are clearly faster; `--half` and `--no-half` say so at once.
 
 
 # %%
@@ -7998,8 +8000,9 @@ def fast_form_changes_nothing():
 # **Measured on your machine.** The layers are tiny's, the lengths are like
 # those of captions, the words are random. Each form has one means more than
 # the one before. (Adam *fused* makes its step in one pass over the weights.)
-# A batch has up to 1,024 places in every form, of which padding takes nearly
-# half in the first. The forms take turns, and the best of three turns counts.
+# Batches of like length keep to 1,024 places; a random one has 32 pairs, which
+# fill 640 to 1,400, nearly half of them with padding. The forms take turns,
+# and the best of three turns counts.
 
 
 # %%
@@ -8045,7 +8048,7 @@ def training_in_form(form, config, pairs, places=1024, forms=FORMS):
     classes |= HALF if half else {}
     classes |= FAST if "fused attention" in have else {}
     exchange(model, classes)
-    # So many captions of random lengths keep within the places, padded.
+    # So many captions of random lengths fill about as many places, padded.
     batches = random_batches(pairs, max(1, places // 32))
     if "batches of like length" in have:
         batches = stream(pairs, places, 0)
@@ -8140,8 +8143,9 @@ def one_means_after_another():
 #
 # On another processor it is another picture. On two cores of an Intel Xeon,
 # without the units that its kind has for products in 16 bits, these were
-# slower than in 32: 4,192 tokens a second after 6,205 (commit 9990f56). So
-# they are left out there, and the whole was worth 3.1 (commit 0d3fbbb).
+# slower than in 32: 4,440 tokens a second after 6,486. So they are left out of
+# the forms there, and the whole was worth 3.1 (commit 0d3fbbb,
+# `results/benchmarks-training-xeon.json`).
 #
 # `torch.compile` promises to join the small operations. With `train --compile`
 # you may try it. It needs a C++ compiler and a minute or two to begin with.
@@ -8151,13 +8155,14 @@ def one_means_after_another():
 # Why do the slices bring so much in one hour and nothing in another? A part of
 # the time is the operating system's. A large tensor that is freed gives its
 # memory back, and the next one is handed new pages (of 4,096 bytes, on most
-# machines), which the system has to find and to fill with zeros. It counts
-# them:
+# machines), which the system has to find and to fill with zeros. It counts how
+# often it had to. (That is once for each page; but where Linux hands out pages
+# of 2 MB by itself, once for 512 of them.)
 
 
 # %%
 def new_pages(work):
-    """How many pages of memory the system hands out during work().
+    """How often the system hands out a new page of memory during work().
 
     0 where the system does not say: on Windows and in some sandboxes.
     """
@@ -8198,9 +8203,10 @@ def memory_of_an_update():
 # for the next tensor, by two variables set before the program starts:
 # `MALLOC_MMAP_MAX_=0` and `MALLOC_TRIM_THRESHOLD_=1099511627776`. On two cores
 # of a Xeon, torch's own Transformer of tiny's sizes, which has all logits at
-# once, trains 1.4 times as fast that way (3,736 and 5,189 tokens a second),
-# ours 1.03 times (6,660 and 6,853, in alternation; commit 9eb395c). The slices
-# have left little to gain.
+# once, trains 1.35 times as fast that way (3,700 and 4,993 tokens a second),
+# ours 1.12 times (6,486 and 7,236; one process after another, commit 0d3fbbb,
+# `results/benchmarks-training-xeon.json`). In alternation it was 1.39 and 1.03
+# (commit 9eb395c). The slices have left little to gain.
 
 
 # %% [markdown]
@@ -8598,7 +8604,8 @@ def writer_changes_nothing():
         with torch.no_grad():
             caches = Cache.begin(model, src, 2), writer.begin(src, 2)
             words = torch.full((6,), BOS)
-            for _ in range(40):
+            for step in range(40):
+                writer.rows = (128, 4, 1)[step % 3]  # logits in parts
                 plain, fast = (cache.read(words) for cache in caches)
                 torch.testing.assert_close(fast, plain, rtol=1e-4, atol=1e-4)
                 order = torch.tensor([1, 1, 2, 3, 5, 4])  # beams, sorted
@@ -8635,11 +8642,16 @@ def ways_of_writing():
             greedy, model, src, 5, half.begin
         ),
     }
-    first = None
-    for name, write in ways.items():
-        seconds = best_seconds(write, tries=1)
-        first = first or seconds
-        print(f"{seconds:6.2f} s  {first / seconds:5.1f} times  {name}")
+    best = dict.fromkeys(ways, math.inf)
+    for turn in range(4):  # in turns: a slow moment is not for one alone
+        for name, write in ways.items():
+            began = time.perf_counter()
+            write()
+            if turn:  # the first is to warm up
+                best[name] = min(best[name], time.perf_counter() - began)
+    slowest = best["everything anew"]
+    for name, seconds in best.items():
+        print(f"{seconds:6.2f} s  {slowest / seconds:5.1f} times  {name}")
 
 
 # %% [markdown]
@@ -17850,21 +17862,25 @@ def int8_products_are_close():
 
 
 # %% [markdown]
-# On the command line it is `--int8`, for `translate` and `evaluate`. It pays
-# where the processor has instructions for such products. (On the machine of
-# the benchmarks it made a model of the tiny sizes 1.0, 1.6 and 1.1 times as
-# fast greedily, in three calls, and 1.1 times with a beam of five in each;
-# base 1.6, 1.7 and 1.3 times, and with the beam 1.7, 1.8 and 1.7 times:
-# commits 9bfd124, 9e6b1e0 and cfc419b, whose figures are
-# `results/benchmarks-decoding-peers.json`.) What it costs the published model,
-# in BLEU with a beam of four: on Multi30k's validation set, 41.85 becomes
+# On the command line it is `--int8`, for `translate` and `evaluate`. It may
+# pay where the processor has instructions for such products, and large models
+# more than small ones. On an AMD EPYC it made a model of the tiny sizes 1.0,
+# 1.6 and 1.1 times as fast greedily, in three calls, and 1.1 times with a beam
+# of five in each; base 1.6, 1.7 and 1.3 times, and with the beam 1.7, 1.8 and
+# 1.7 times (commits 9bfd124, 9e6b1e0 and cfc419b; the last is
+# `results/benchmarks-decoding-peers.json`). On an Intel Xeon, which has them
+# too, tiny became 1.04 times as fast greedily and 0.86 times with the beam,
+# base 1.3 and 1.2 times (commit 4c287a0, `…-peers-xeon.json` beside it).
+#
+# What it costs `results/model-de-en`, in BLEU with a beam of four: on
+# Multi30k's validation set, 41.85 becomes
 # 41.84 with `--alpha 0.6`, and 41.79 becomes 41.76 with `--alpha 1.5`. On its
 # test set with `--alpha 0` 40.20 stays what it is, though 90 of 1,000
 # translations come out otherwise; greedily 91 do, and 39.89 becomes 39.69.
 # `--half` takes factors in bfloat16, as in training: 60 of the 1,014
 # validation sentences come out otherwise, and BLEU goes from 41.79 to 41.92
-# (`--alpha 1.5`; all by the code of commit b75af4a, on that machine; on
-# another a few sentences more or fewer differ).
+# (`--alpha 1.5`; all by the code of commit b75af4a, on the EPYC; on another
+# machine a few sentences more or fewer differ).
 #
 # ### A model for CTranslate2
 #
@@ -18043,11 +18059,11 @@ QUANTIZATIONS = (
 )  # fmt: skip
 
 # %% [markdown]
-# Does it translate as ours does? `benchmarks/export.py` asks that of the
-# published model and the 1,000 sentences of Multi30k's test set. Greedily,
-# none of 1,000 differs. With a beam of four and no length penalty one does:
-# both guess at *Einheimischer*, and the guess that is likeliest in the end
-# falls out of CTranslate2's beam (with five places it stays). With
+# Does it translate as ours does? `benchmarks/export.py` asks that of
+# `results/model-de-en` and the 1,000 sentences of Multi30k's test set.
+# Greedily, none of 1,000 differs. With a beam of four and no length penalty
+# one does: both guess at *Einheimischer*, and the guess that is likeliest in
+# the end falls out of CTranslate2's beam (with five places it stays). With
 # `--quantization int8` the file has 2.6 MB and not 8.4; greedily 94
 # translations differ and BLEU goes from 39.89 to 39.77, with the beam 101
 # differ and it goes from 40.20 to 40.21 (commit b75af4a,
@@ -18059,8 +18075,9 @@ QUANTIZATIONS = (
 #   n)/6. With its 1 and our 1.5, which grow alike near n = 10, 121 of 1,000
 #   differ, and BLEU is 40.90 where ours is 41.36. Choose its `length_penalty`
 #   on a validation set, as you would choose α.
-# * Its beam stays full until as many have ended as it is wide. In ours each
-#   that ends leaves its place empty.
+# * Its beam stays full until as many have ended as it is wide (without a
+#   length penalty, until the likeliest has ended). In ours each that ends
+#   leaves its place empty.
 # * Its greatest length, `max_decoding_length`, is one number for all
 #   sentences and not source + 50.
 # * It writes at least one word, unless `min_decoding_length=0` is given.

@@ -339,6 +339,11 @@ SLIPS = {
         "pass",
         "writer_changes_nothing",
     ),
+    "parts of the logits of beams in the wrong order": (
+        "for part in states.split(n))",
+        "for part in states.split(n)[:: 1 if self.width == 1 else -1])",
+        "writer_changes_nothing",
+    ),
     "a divergence in one direction": (
         "((first.exp() - second.exp()) * (first - second))",
         "(first.exp() * (first - second))",
