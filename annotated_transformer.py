@@ -7150,13 +7150,14 @@ def writing_without_the_causal_mask():
 @contextlib.contextmanager
 def evaluating(model):
     """Evaluation mode and no gradients inside; the old mode after."""
-    was = model.training
+    was = [(part, part.training) for part in model.modules()]
     model.eval()
     try:
         with torch.no_grad():
             yield model
     finally:
-        model.train(was)
+        for part, mode in was:
+            part.training = mode
 
 
 # %% [markdown]
@@ -8961,10 +8962,11 @@ def sinusoids_extrapolate(lengths=(10, 11, 12), seeds=1, updates=400):
 # ## A real example: German to English
 #
 # Copying has one rule. A language has thousands, and exceptions. Most of the
-# rest of the book translates from German to English, at two scales: a small
+# rest of the book translates, at two scales: from German to English in a small
 # corpus that the book generates itself, so that everything can be tried within
-# minutes and without network; and Multi30k, 29,000 captions of photographs,
-# each put into German by a translator.
+# minutes and without network; and in either direction, and into French, in
+# Multi30k, 29,000 captions of photographs, each put into German by a
+# translator.
 
 # %% [markdown]
 # ### A corpus that the book generates
@@ -9659,10 +9661,11 @@ def tokenize(text, language):
 
 # %%
 def detokenize(words):
-    """Words -> text, with spaces where English and German put them.
+    """Words -> text, with spaces mostly where English and German put them.
 
     A dash between spaces becomes a hyphen: as tokens they look alike. What
-    spaCy parts inside a word, as in "can|not", stays apart.
+    spaCy parts inside a word, as in "can|not", stays apart, and so do single
+    quotes, as in "the dogs ' toys"; before % no space is left.
     """
     text = " ".join(words)
     text = re.sub(r" ([.,;:!?%)\]])", r"\1", text)
@@ -10420,8 +10423,9 @@ def learning_german():
 # 0.88.
 #
 # Now the test: 1,000 sentences whose subject, verb and object never came
-# together in training. First a page of translations, chosen by nobody: the
-# first five of the test set.
+# together in training. (*lesen* and *vorlesen* are two verbs, and both are
+# *read*: so of a few of them the English triple did.) First a page of
+# translations, chosen by nobody: the first five of the test set.
 
 
 # %%
@@ -10671,7 +10675,8 @@ def continuations(scores, logits, at_limit):
     Returns (A, W) each: log-probabilities, beginnings continued, words.
     """
     V = logits.size(1)
-    sums = forbid_specials(logits.log_softmax(-1))
+    kind = torch.promote_types(logits.dtype, torch.float)  # 16 bits: too few
+    sums = forbid_specials(logits.log_softmax(-1, dtype=kind))
     sums = sums.add_(scores.view(-1, 1)).view(*scores.shape, V)
     if at_limit.any():
         only_end = torch.full_like(sums[0, 0], -math.inf)
@@ -10750,6 +10755,8 @@ def beam_search(
             cache.keep(origin[rows].flatten(), None if stay.all() else rows)
             alive, scores, texts = alive[rows], scores[rows], texts[rows]
             words = words[rows].flatten()
+    if not all(ended):
+        raise InputError("the model gives NaN: a weight is not a number")
     return [sorted(found, reverse=True) for found in ended]
 
 
@@ -11222,7 +11229,8 @@ def draw_texts():
 most_agreed_in_loops.judged_by(
     draw_texts,
     {
-        "the text drawn most often need not be the one that agrees most": (
+        "this text was drawn most often, but another agrees more with the "
+        "rest: add up agreement(text, other) over all others": (
             lambda texts: Counter(texts).most_common(1)[0][0]
         ),
         "a text drawn twice has two votes": lambda texts: max(
@@ -11286,10 +11294,12 @@ def averages_are_means_and_stay_tied():
     name = "encoder.layers.0.feed_forward.W_1.weight"
     expected = sum(state[name] for state in states) / 3
     torch.testing.assert_close(mean[name], expected)
+    both = [mean[f"{side}_embedding.weight"] for side in ("src", "tgt")]
+    assert both[0].equal(both[1])
     models[0].load_state_dict(mean)
-    assert models[0].src_embedding is models[0].tgt_embedding
     shared = models[0].src_embedding.weight
-    assert shared.equal(mean["tgt_embedding.weight"])
+    assert shared is models[0].tgt_embedding.weight
+    assert shared.equal(both[0])
 
 
 # %% [markdown]
@@ -11298,8 +11308,9 @@ def averages_are_means_and_stay_tied():
 # **An ensemble** (two lines). Averaging weights costs nothing when the model
 # is used. An *ensemble* costs more and often brings more: several models are
 # asked for the next word, and the mean of their probabilities is used. Beam
-# search wants its logarithm. The loop in the cell can afford to leave the
-# logarithms for a while, with 64 bits; you have 32.
+# search wants its logarithm. The loop in the cell leaves the logarithms for a
+# while, and needs 64 bits for it. Do without: stay with logarithms, and 32
+# bits are enough.
 
 
 # %%
@@ -13644,34 +13655,34 @@ def weights_and_parts(model, pairs, kind, place=-1):
     """
     found, values, layers = [], [], attentions(model, kind)
     device = next(model.parameters()).device
-    hooks = [
-        a.register_forward_pre_hook(lambda _, inputs: values.append(inputs[2]))
-        for a in layers
-    ]
-    for pair in pairs:
-        values.clear()
-        batch = Batch(*(torch.tensor([ids]) for ids in pair)).to(device)
-        with evaluating(model):
-            model(batch.src, batch.read)
-            vectors = torch.cat(
-                [carried(a, v) for a, v in zip(layers, values)]
+    with contextlib.ExitStack() as hooks:
+        for a in layers:
+            hook = a.register_forward_pre_hook(
+                lambda _, inputs: values.append(inputs[2])
             )
-        lengths = vectors.norm(dim=-1)  # (N, H, S)
-        others = lengths.sum(-1) - lengths[..., place]
-        weights = torch.cat([a.weights for a in layers])  # (N, H, T, S)
-        parts = weights * lengths[:, :, None]
-        parts /= parts.sum(-1, keepdim=True)
-        same = (weights.argmax(-1) == parts.argmax(-1)).float()
-        found.append(
-            torch.stack([
-                weights[..., place].mean(-1),
-                lengths[..., place] * (lengths.size(-1) - 1) / others,
-                parts[..., place].mean(-1),
-                same.mean(-1),
-            ])
-        )  # fmt: skip
-    for hook in hooks:
-        hook.remove()
+            hooks.enter_context(hook)  # leaving, it is removed
+        for pair in pairs:
+            values.clear()
+            batch = Batch(*(torch.tensor([ids]) for ids in pair)).to(device)
+            with evaluating(model):
+                model(batch.src, batch.read)
+                vectors = torch.cat(
+                    [carried(a, v) for a, v in zip(layers, values)]
+                )
+            lengths = vectors.norm(dim=-1)  # (N, H, S)
+            others = lengths.sum(-1) - lengths[..., place]
+            weights = torch.cat([a.weights for a in layers])  # (N, H, T, S)
+            parts = weights * lengths[:, :, None]
+            parts /= parts.sum(-1, keepdim=True)
+            same = (weights.argmax(-1) == parts.argmax(-1)).float()
+            found.append(
+                torch.stack([
+                    weights[..., place].mean(-1),
+                    lengths[..., place] * (lengths.size(-1) - 1) / others,
+                    parts[..., place].mean(-1),
+                    same.mean(-1),
+                ])
+            )  # fmt: skip
     return torch.stack(found).mean(0).cpu()
 
 
@@ -17167,11 +17178,12 @@ def speaks_for_all(store):
 # | en-fr | **59.6** | 58.7 | 59.5 | 75.4 | 10k | 16k | 0 | 1 | 87 |
 # | en-fr | **61.0** | 59.1 | 60.9 | 76.0 | 10k | 6.5k | 0 | 2 | 103 |
 # | en-fr | **60.3** | 59.4 | 60.2 | 75.8 | 10k | 2+4k | 0 | 2 | 124 |
+# | en-fr | **59.9** | 58.9 | 59.8 | 75.6 | 10k | 6.5k | 1 | 2 | 151 |
 #
 # Commits, line by line: `1f6edf1`, `1f6edf1`, `1f6edf1`+`6be0541`, `7890d6b`,
 # `7890d6b`+`776aebc`, `7890d6b`+`6b986a7`+`6b986a7`,
 # `7890d6b`+`6b986a7`+`6b986a7`+`b93b75b`, `8038889`, `0d9dad0`, `6be0541`,
-# `776aebc`, `431088e`+`9eb395c`.
+# `776aebc`, `431088e`+`9eb395c`, `b8d1b95`.
 #
 # <!-- end of multi30k -->
 #
@@ -17179,7 +17191,8 @@ def speaks_for_all(store):
 # in the first weights, in the order of the sentences and in dropout, and end
 # at 41.0, 41.2 and 41.8 on validation, and at 40.9, 41.5 and 41.4 on the test
 # set (greedily on validation, at 40.2, 40.1 and 41.3). All other lines are of
-# one seed; so do not make much of half a point between them. The best on
+# one seed each, the third and the fifth French one by the same recipe; so do
+# not make much of half a point between them. The best on
 # validation is not the best on the test set. It is chosen all the same, for a
 # test set by which one chooses is none any more: seed 2 is the published
 # model.
@@ -17273,6 +17286,18 @@ def speaks_for_all(store):
 # pieces; on the test set it is 1.5 more. After update 5,000 the validation
 # loss no longer falls (1.077, at the end 1.083), and BLEU hardly rises. (Seed
 # 0, commit `776aebc`.)
+#
+# With `--seed 1 --no-half` (the fifth French line; commit `b8d1b95`) it goes
+# the same way: 18.5 on validation after 1,000 updates, 49.3 after 2,000, 56.9
+# after 4,000, 58.1 at its best, after 5,500. With the beam it has 58.9, after
+# 59.1 with seed 0 (p = 0.21); on the test set 59.9, after 61.0 (p = 0.004).
+# That small p means that other *sentences* would hardly have made such a
+# difference. Of other seeds the test knows nothing, and here we know that only
+# the seed is different (and the width of the products' factors). So whoever
+# compares two recipes by one run each may find, by this very test, a
+# difference that is none; and who trains by this recipe should expect
+# something between 59.9 and 61.0, not the better one. (It took longer, as
+# tests were being run beside it; the machine was an Intel Xeon.)
 #
 # **Both directions first, then one** (*Levers beyond the paper*), from English
 # to French, is the fourth French line: 2,000 updates with `--both`, else as in

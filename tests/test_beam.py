@@ -202,3 +202,26 @@ def test_measures_agree_with_sacrebleu_and_the_cross_entropy():
     assert math.isclose(
         facts["megabytes"], 4 * facts["parameters"] / 1e6, abs_tol=0.01
     )
+
+
+def test_a_beam_adds_up_in_32_bits_what_the_model_gives_in_16():
+    torch.manual_seed(0)
+    model = book.restless_model().bfloat16()
+    src = torch.randint(4, 14, (1, 9))
+    [found] = book.beam_search(model, src, width=4, extra=20)
+    for h in found:
+        tgt = torch.tensor([[BOS, *h.tokens, EOS]])
+        with book.evaluating(model):
+            logits = model(src, tgt[:, :-1]).float()
+        words = logits.log_softmax(-1).gather(-1, tgt[:, 1:, None])
+        own = float(words.sum())
+        assert math.isclose(h.log_prob, own, rel_tol=2e-3)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_model_of_nan_is_an_error_and_no_empty_text(first):
+    model = book.tiny_model()
+    model.src_embedding.weight.data[9] = math.nan
+    src = torch.tensor([[9, EOS]])
+    with pytest.raises(book.InputError, match="not a number"):
+        book.beam_search(model, src, width=4, first=first)

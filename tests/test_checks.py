@@ -414,6 +414,13 @@ SLIPS = {
         "sum(state[name].double() for state in states[1:])",
         "averages_are_means_and_stay_tied",
     ),
+    "a mean that parts what is tied": (
+        "mean[name] = (total / len(states)).to(tensor.dtype)",
+        "mean[name] = (total / len(states)).to(tensor.dtype)\n"
+        '        if name == "tgt_embedding.weight":\n'
+        "            mean[name] = tensor.clone()",
+        "averages_are_means_and_stay_tied",
+    ),
     "a mean that is a sum": (
         "(total / len(states)).to(tensor.dtype)",
         "total.to(tensor.dtype)",
@@ -515,13 +522,13 @@ SLIPS = {
         "each_update_has_its_own_gradient",
     ),
     "dropout while writing": (
-        "    was = model.training\n    model.eval()",
-        "    was = model.training",
+        "in model.modules()]\n    model.eval()\n    try:",
+        "in model.modules()]\n    try:",
         "writing_is_in_evaluation_mode",
     ),
     "evaluation for ever": (
-        "        model.train(was)",
-        "        pass",
+        "            part.training = mode",
+        "            pass",
         "writing_is_in_evaluation_mode",
     ),
     "a smoothed loss as perplexity": (

@@ -390,6 +390,15 @@ def test_evaluation_mode_is_put_back_after_an_error():
     assert model.training
 
 
+def test_a_part_kept_in_evaluation_mode_stays_there():
+    model = book.tiny_model()
+    model.encoder.eval()
+    with book.evaluating(model):
+        assert not any(part.training for part in model.modules())
+    assert model.training and model.decoder.training
+    assert not any(part.training for part in model.encoder.modules())
+
+
 def test_an_empty_batch_gives_nothing():
     model = book.tiny_model().eval()
     for begin in caches(model):

@@ -186,15 +186,31 @@ def test_without_scripts_each_chart_is_a_picture():
 
 def test_pictures_go_in_and_come_out_again():
     text = "Before.\n\n![What one sees.](images/heads.svg)\n\nAfter."
-    inside = notebook.embedded(text)
+    inside = notebook.embedded(text, {})
     assert "![What one sees.][heads]" in inside and len(inside) > 5000
     assert notebook.with_paths(inside) == text
+
+
+def test_a_picture_lasts_as_long_as_its_drawing(monkeypatch, tmp_path):
+    """A machine with other fonts would paint it otherwise."""
+    drawn = notebook.stored_pictures()
+    drawing = Path(shutil.copy(notebook.IMAGES / "heads.svg", tmp_path))
+    monkeypatch.setattr(notebook, "IMAGES", tmp_path)
+    monkeypatch.setattr(
+        notebook.vl_convert, "svg_to_png", lambda *_: pytest.fail("painted")
+    )
+    text = "![What one sees.](images/heads.svg)"
+    assert notebook.with_paths(notebook.embedded(text, drawn)) == text
+    changed = drawing.read_text(encoding="utf-8").replace("13", "14")
+    drawing.write_text(changed, encoding="utf-8")
+    with pytest.raises(pytest.fail.Exception, match="painted"):
+        notebook.embedded(text, drawn)
 
 
 def test_a_missing_picture_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(notebook, "IMAGES", tmp_path)
     with pytest.raises(SystemExit, match=r"heads\.svg.*drawings"):
-        notebook.embedded("![x](images/heads.svg)")
+        notebook.embedded("![x](images/heads.svg)", {})
 
 
 def test_what_is_optional_is_folded_and_nothing_else():

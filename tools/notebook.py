@@ -23,7 +23,7 @@ import nbformat
 import vl_convert
 from nbclient import NotebookClient
 from nbclient.exceptions import CellControlSignal, DeadKernelError
-from PIL import Image
+from PIL import Image, PngImagePlugin
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "annotated_transformer.py"
@@ -33,6 +33,8 @@ PICTURES = {"cross-attention": "cross_attention_of_a_sentence"}
 MAX_BYTES = 4_000_000
 CELL_SECONDS = 1800
 COLOURS = 128  # of a stored picture: no eye tells them from all
+SCALE = 1.4  # pixels of a stored picture for one of its drawing
+PICTURE = re.compile(r"\n\n\[[\w-]+\]: data:image/png;base64,(\S+)")
 FOLDED = {"plumbing", "claim", "exercise", "question"}  # folded cells' tags
 WIDGET = "application/vnd.jupyter.widget-view+json"
 CHART = "application/vnd.vegalite"
@@ -51,7 +53,7 @@ def read_source():
     """
     book = jupytext.read(SOURCE, fmt="py:percent")
     book.metadata = nbformat.from_dict(METADATA)
-    seen = {}
+    seen, drawn = {}, stored_pictures()
     for cell in book.cells:
         copy = seen[cell.source] = seen.get(cell.source, 0) + 1
         text = f"{cell.cell_type} {copy} {cell.source}"
@@ -60,17 +62,20 @@ def read_source():
             cell.metadata.jupyter = {"source_hidden": True}
             cell.metadata.cellView = "form"
         if cell.cell_type == "markdown":
-            cell.source = embedded(cell.source)
+            cell.source = embedded(cell.source, drawn)
     return book
 
 
-def embedded(text):
+def embedded(text, drawn):
     """Return Markdown with the pictures of images/ inside.
 
     As PNG in a data URL: of all ways to put a picture into a notebook this
     is the one that Jupyter, VS Code, Colab, nbviewer and GitHub all show, and
     that survives being run anew. Paths break, attachments fail in Colab, and
     VS Code refuses SVG.
+
+    A drawing that has not changed keeps its picture in `drawn`: another
+    machine, with other fonts, would paint its letters otherwise.
     """
     names = []
 
@@ -83,16 +88,33 @@ def embedded(text):
         path = IMAGES / f"{name}.svg"
         if not path.exists():
             sys.exit(f"{path.name} is missing; tools/drawings.py draws it")
-        png = vl_convert.svg_to_png(path.read_text(encoding="utf-8"), 1.4)
-        data = smaller(base64.b64encode(png).decode("ascii"))
-        text += f"\n\n[{name}]: data:image/png;base64,{data}"
+        svg = path.read_text(encoding="utf-8")
+        key = f"{SCALE} {COLOURS} {svg}".encode()
+        origin = hashlib.sha256(key).hexdigest()
+        if origin not in drawn:
+            png = vl_convert.svg_to_png(svg, SCALE)
+            data = base64.b64encode(png).decode("ascii")
+            drawn[origin] = smaller(data, origin)
+        text += f"\n\n[{name}]: data:image/png;base64,{drawn[origin]}"
     return text
 
 
 def with_paths(text):
     """Return Markdown as it was before `embedded`, but for line ends."""
-    text = re.sub(r"\n\n\[[\w-]+\]: data:image/png;base64,\S+", "", text)
+    text = PICTURE.sub("", text)
     return re.sub(r"(!\[[^\]]*\])\[([\w-]+)\]", r"\1(images/\2.svg)", text)
+
+
+def stored_pictures():
+    """Return the notebook's pictures by what each was painted from."""
+    drawn = {}
+    if NOTEBOOK.exists():
+        for cell in nbformat.read(NOTEBOOK, as_version=4).cells:
+            if cell.cell_type == "markdown":
+                for data in PICTURE.findall(cell.source):
+                    image = Image.open(io.BytesIO(base64.b64decode(data)))
+                    drawn[image.info.get("Source")] = data
+    return drawn
 
 
 def read_notebook():
@@ -202,13 +224,19 @@ def lasting(output):
     return WIDGET not in output.get("data", {})
 
 
-def smaller(picture):
-    """Store a PNG in Base64 with a palette, in a third of the space."""
+def smaller(picture, origin=None):
+    """Store a PNG in Base64 with a palette, in a third of the space.
+
+    With `origin`, the picture itself says what it was painted from.
+    """
     image = Image.open(io.BytesIO(base64.b64decode(picture)))
     shades = image.convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
     data = io.BytesIO()
     resolution = image.info.get("dpi")
     kept = {"dpi": resolution} if resolution else {}
+    if origin:
+        kept["pnginfo"] = PngImagePlugin.PngInfo()
+        kept["pnginfo"].add_text("Source", origin)
     shades.save(data, "PNG", optimize=True, **kept)
     return base64.b64encode(data.getvalue()).decode("ascii")
 
