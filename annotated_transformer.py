@@ -18068,8 +18068,8 @@ def export_ctranslate2(translator, folder, quantization="none"):
     `quantization` is one of QUANTIZATIONS. InputError if the folder exists
     already, if it cannot be made, or if the package is missing.
     """
+    spec = ctranslate2_spec(translator)  # first: it may lack the package
     with whole_folder(folder) as unfinished:
-        spec = ctranslate2_spec(translator)
         spec.validate()
         spec.optimize(None if quantization == "none" else quantization)
         spec.save(str(unfinished))
