@@ -7810,13 +7810,13 @@ def dropout_keeps_the_mean():
 
 # %% [markdown]
 # **Products in 16 bits.** Nearly all of an update's arithmetic is products of
-# matrices, and some processors multiply numbers of 16 bits about twice as
-# fast as those of 32. In `bfloat16` a number keeps its range and loses
-# digits: 8 bits of precision, where a `float32` has 24. So only products are
-# rounded, in training: their factors and their results, not what is added up
-# between. All else is in 32 bits: the weights, Adam's two means, norms and
-# softmax. The model stays as it is: its linear maps change their class, not
-# their weights.
+# matrices, and some processors multiply numbers of 16 bits twice as fast as
+# those of 32, a few several times as fast. In `bfloat16` a number keeps its
+# range and loses digits: 8 bits of precision, where a `float32` has 24. So
+# only products are rounded, in training: their factors and their results, not
+# what is added up between. All else is in 32 bits: the weights, Adam's two
+# means, norms and softmax. The model stays as it is: its linear maps change
+# their class, not their weights.
 
 
 # %%
@@ -8142,11 +8142,15 @@ def one_means_after_another():
 # at the limit: what remains are the many small operations between the
 # products, which wait for memory.
 #
-# On another processor it is another picture. On two cores of an Intel Xeon,
-# without the units that its kind has for products in 16 bits, these were
-# slower than in 32: 4,440 tokens a second after 6,486. So they are left out of
-# the forms there, and the whole was worth 3.1 (commit 0d3fbbb,
-# `results/benchmarks-training-xeon.json`).
+# On another processor it is another picture. One with units of its own for
+# products in 16 bits has a limit several times as high with them, and all the
+# forms that use them are at a smaller part of it. Even there, updates as small
+# as those above can be slower with them than without.
+#
+# On two cores of an Intel Xeon that lacked these units, products in 16 bits
+# were slower in larger updates too: 4,440 tokens a second after 6,486. So
+# they are left out of the forms there, and the whole was worth 3.1 (commit
+# 0d3fbbb, `results/benchmarks-training-xeon.json`).
 #
 # `torch.compile` promises to join the small operations. With `train --compile`
 # you may try it. It needs a C++ compiler and a minute or two to begin with.
