@@ -8150,7 +8150,9 @@ def one_means_after_another():
 # On two cores of an Intel Xeon that lacked these units, products in 16 bits
 # were slower in larger updates too: 4,440 tokens a second after 6,486. So
 # they are left out of the forms there, and the whole was worth 3.1 (commit
-# 0d3fbbb, `results/benchmarks-training-xeon.json`).
+# 0d3fbbb, `results/benchmarks-training-xeon.json`). On one that has them they
+# and fused attention brought a factor of 1.1 each, and the whole was worth 4.2
+# (commit f280988, `…-xeon-amx.json` beside it).
 #
 # `torch.compile` promises to join the small operations. With `train --compile`
 # you may try it. It needs a C++ compiler and a minute or two to begin with.
@@ -8211,7 +8213,11 @@ def memory_of_an_update():
 # once, trains 1.35 times as fast that way (3,700 and 4,993 tokens a second),
 # ours 1.12 times (6,486 and 7,236; one process after another, commit 0d3fbbb,
 # `results/benchmarks-training-xeon.json`). In alternation it was 1.39 and 1.03
-# (commit 9eb395c). The slices have left little to gain.
+# (commit 9eb395c). The slices have left little to gain. The faster a machine
+# multiplies, the more of its time goes to pages: on a Xeon with units for
+# matrices, torch's own made 2,784 tokens a second, and 7,981 with its memory
+# kept, ours 10,300 and 11,820 (commit f280988,
+# `results/benchmarks-training-xeon-amx.json`).
 
 
 # %% [markdown]
@@ -17899,7 +17905,11 @@ def int8_products_are_close():
 # 1.7 times (commits 9bfd124, 9e6b1e0 and cfc419b; the last is
 # `results/benchmarks-decoding-peers.json`). On an Intel Xeon, which has them
 # too, tiny became 1.04 times as fast greedily and 0.86 times with the beam,
-# base 1.3 and 1.2 times (commit 4c287a0, `…-peers-xeon.json` beside it).
+# base 1.3 and 1.2 times (commit 4c287a0, `…-peers-xeon.json` beside it). Where
+# a Xeon shows its units for matrices, which multiply both kinds, bfloat16
+# gained more than 8 bits did: tiny 1.15 times as fast greedily and 1.18 with
+# the beam, base 1.64 and 1.89 times; by 8 bits 0.92, 0.81, 1.36 and 1.51
+# times (commit f280988, `…-peers-xeon-amx.json`).
 #
 # What it costs `results/model-de-en`, in BLEU with a beam of four: on
 # Multi30k's validation set, 41.85 becomes

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+SPEEDY = "avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16"
 
 
 def told_by_git(*words):
@@ -30,6 +31,17 @@ def processor(info="/proc/cpuinfo"):
     return name[1] if name else platform.processor() or platform.machine()
 
 
+def instructions(info="/proc/cpuinfo"):
+    """Which of those that speed depends on most it has; [] if unknown.
+
+    Of two processors with one name, one may have them and the other not.
+    """
+    text = Path(info).read_text() if Path(info).exists() else ""
+    flags = re.search(r"^flags\s*: (.+)", text, re.M)  # not on ARM
+    has = set(flags[1].split()) if flags else set()
+    return [name for name in SPEEDY if name in has]
+
+
 def machine(options=None):
     """What the figures depend on; `options`: those of the command."""
     commit = told_by_git("rev-parse", "--short=7", "HEAD")
@@ -42,6 +54,7 @@ def machine(options=None):
             versions[name] = metadata.version(name)
     return {
         "cpu": processor(),
+        "instructions": instructions(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),

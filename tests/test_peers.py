@@ -264,9 +264,11 @@ def test_the_machine_is_named_even_without_git_or_a_name(
     """No git, as in a folder that was unpacked; no name, as on ARM."""
     info = tmp_path / "cpuinfo"
     info.write_text("processor\t: 0\nBogoMIPS\t: 50.00\n", "utf-8")
-    assert machine.processor(info)
+    assert machine.processor(info) and machine.instructions(info) == []
     info.write_text("model name\t: A Fast One\n", "utf-8")
     assert machine.processor(info) == "A Fast One"
+    info.write_text("flags\t: fpu amx_bf16 avx2_of_mine avx512f\n", "utf-8")
+    assert machine.instructions(info) == ["avx512f", "amx_bf16"]
     monkeypatch.setenv("PATH", str(tmp_path))
     facts = machine.machine({"corpus": f"{tmp_path}/captions", "rounds": 5})
     assert facts["commit"] == "" and facts["cpu"]

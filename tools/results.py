@@ -660,12 +660,15 @@ def heart_table():
     return lines
 
 
+MACHINES = {None: "", "xeon": "", "xeon-amx": " with AMX"}  # --name: units
+
+
 def speed_table():
     """Return the lines of what the benchmarks reached, by machine."""
     import run
 
     cells, aims, machines = {}, {}, []  # cells: {(what, machine): text}
-    for name in (None, "xeon"):
+    for name, units in MACHINES.items():
         parts = {
             part: read(Path(run.file_of(part, name)).stem) or {"rows": []}
             for part in ("training", "decoding_peers")
@@ -673,7 +676,7 @@ def speed_table():
         if not parts["training"]["rows"]:
             continue
         cpu = parts["training"]["machine"]["cpu"]
-        machine = re.sub(r"\(R\)| Processor", "", cpu)
+        machine = re.sub(r"\(R\)| Processor", "", cpu) + units
         machines.append(machine)
         for what, found, aim in run.aims(parts):
             aims[what] = "" if aim is None else f"{aim:g}"
