@@ -8666,6 +8666,93 @@ def ways_of_writing():
 
 
 # %% [markdown]
+# How near is that to the machine's rate of products? It depends on the rows.
+# At each step nearly all weights come from memory, where they take four bytes
+# each, and each is used for one multiplication and one addition for every row.
+# So a machine that reads b bytes a second can't make more than b · rows / 2
+# operations a second, however fast it multiplies. With few rows this limit
+# is the lower one, with many rows the rate of products is: the *roofline*
+# of a machine (Williams et al., 2009). Yours, with matrices of base's
+# feed-forward network: one that is used again and again, and so stays near
+# the processor, and as many as base's decoder has weights, in turn.
+
+
+# %%
+def rates_by_rows(numbers, matrices=24):
+    """({what: operations a second for each number of rows}, bytes read/s)"""
+    weights = [nn.Linear(512, 2048, bias=False) for _ in range(matrices)]
+    products = [Product([linear]) for linear in weights]
+    tables = [linear.weight.detach() for linear in weights]
+    seconds = best_seconds(lambda: [table.sum() for table in tables])
+    read = sum(table.nbytes for table in tables) / seconds
+
+    def multiply(x, chosen):
+        for product in chosen:  # each result makes room for the next
+            product(x)
+
+    rates = {}
+    for name, chosen in (
+        ("one matrix, again and again", products[:1] * matrices),
+        (f"{matrices} matrices, in turn", products),
+    ):
+        rates[name] = []
+        for rows in numbers:
+            x = torch.randn(rows, 512)
+            each = best_seconds(partial(multiply, x, chosen), 3) / matrices
+            rates[name].append(2 * rows * 512 * 2048 / each)
+    return rates, read
+
+
+@example
+def roofline_of_this_machine():
+    numbers = [4**power for power in range(6)]
+    most = product_rate()
+    rates, read = rates_by_rows(numbers)
+    print(f"{read / 1e9:.0f} · 10⁹ bytes/s, reading the weights")
+    print(f"above {2 * most / read:.0f} rows the products are the limit")
+    for name, values in rates.items():
+        share = values[numbers.index(64)] / most
+        print(f"{share:4.0%} of the product rate with 64 rows: {name}")
+    lines = {name: (numbers, values) for name, values in rates.items()}
+    bends = sorted([*numbers, 2 * most / read])
+    roof = [min(most, read * rows / 2) for rows in bends]
+    lines = {"what the limits allow": (bends, roof)} | lines
+    return line_chart(
+        {
+            name: (x, [rate / 1e9 for rate in y])
+            for name, (x, y) in lines.items()
+        },
+        "rows",
+        "billions of operations a second",
+        "With few rows, products wait for weights",
+        "Lines of the operations a second that this machine makes with 1 to "
+        "1,024 rows: what its limits allow, one matrix used again and again, "
+        "and many matrices in turn.",
+        log=("x", "y"),
+    )
+
+
+# %% [markdown]
+# **What to notice.** At the left the lines rise with the rows: the machine
+# waits for weights anyway, and a second sentence is translated in the time of
+# one. That is why batches pay, and why a beam of five takes less than five
+# times as long. Factors in 16 or 8 bits move this limit too, for they are read
+# in half or a quarter of the time. One matrix, which never leaves the
+# processor's own memory, may even lie above the roof.
+#
+# The faster a machine multiplies, at the same rate of reading, the more rows
+# it needs to be busy. On two cores of an AMD EPYC the limits meet at 12 rows,
+# and with 64, as many as the benchmarks' sentences, the products have their
+# full rate (commit COMMIT). Base's whole greedy decoding makes EPYCSHARE of
+# it; the rest of the time is attention, norms and the choice of words. On two
+# cores of a Xeon that multiplies three times as fast it makes 0.45 (commit
+# f280988, `results/benchmarks-training-xeon-amx.json`), since all else takes
+# the larger part there. An NVIDIA H100, with 989 · 10¹² operations a second,
+# weights of 16 bits, and 3.35 · 10¹² bytes a second (its maker's figures),
+# needs some 300 rows.
+
+
+# %% [markdown]
 # #### Exercises
 #
 # **How much is kept?** (a line). When a text gets long, the machine's memory
@@ -9896,7 +9983,8 @@ def sentencepiece_is_our_algorithm():
 #
 # Some things in it are explained later: `beam`, in Section 6.1 (until then it
 # is 1, greedy decoding), and `both`, among the levers (a model of both
-# directions reads a tag that names the language wanted). `Writer`, the quick
+# directions reads a tag that names the language wanted), and `lowercase` too
+# (such a model reads and writes small letters only). `Writer`, the quick
 # cache, and `kind`, the precision of its products, stand in *Making it fast*,
 # which you may have left out: nothing that is said here depends on them.
 
@@ -9905,21 +9993,26 @@ def sentencepiece_is_our_algorithm():
 class Coder:
     """Two languages and their vocabularies: texts in, token ids out."""
 
-    def __init__(self, vocabularies, languages, both=False):
+    def __init__(self, vocabularies, languages, both=False, lowercase=False):
         self.src_vocab, self.tgt_vocab = vocabularies
         self.src, self.tgt = languages
         self.both = both  # one model for both directions: see "Levers"
+        self.lowercase = lowercase  # it reads small letters: see there, too
+
+    def small(self, text):
+        """A text with the letters that the model reads."""
+        return text.lower() if self.lowercase else text
 
     def split(self, text):
         """A source text -> its tokens."""
         tag = [f"<2{self.tgt}>"] if self.both else []
-        return tag + self.src_vocab.split(text, self.src)
+        return tag + self.src_vocab.split(self.small(text), self.src)
 
     def tokens(self, src, tgt):
         """Two texts -> their tokens, without tags."""
         return (
-            self.src_vocab.split(src, self.src),
-            self.tgt_vocab.split(tgt, self.tgt),
+            self.src_vocab.split(self.small(src), self.src),
+            self.tgt_vocab.split(self.small(tgt), self.tgt),
         )
 
     def encode_pair(self, src, tgt):
@@ -9929,8 +10022,8 @@ class Coder:
     def encode_texts(self, src, tgt, cut=None):
         """The same for two texts; `cut` may split them in another way."""
         tag = [f"<2{self.tgt}>"] if self.both else []
-        sides = map(cut, (src, tgt)) if cut else self.tokens(src, tgt)
-        source, target = sides
+        texts = map(self.small, (src, tgt))
+        source, target = map(cut, texts) if cut else self.tokens(src, tgt)
         return self.encode_pair(tag + source, target)
 
     def join(self, ids):
@@ -9949,14 +10042,17 @@ class Translator(Coder):
 
     kind = None  # of the factors in products; None: the weights' own
 
-    def __init__(self, model, vocabularies, languages, both=False):
-        super().__init__(vocabularies, languages, both)
+    def __init__(
+        self, model, vocabularies, languages, both=False, lowercase=False
+    ):
+        super().__init__(vocabularies, languages, both, lowercase)
         self.model = model
 
     def reversed(self):
         """The other direction of a model of both."""
         vocabs, ways = (self.tgt_vocab, self.src_vocab), (self.tgt, self.src)
-        other = Translator(self.model, vocabs, ways, self.both)
+        same = self.both, self.lowercase
+        other = Translator(self.model, vocabs, ways, *same)
         other.kind = self.kind
         return other
 
@@ -10041,18 +10137,23 @@ def some(pairs, most):
 
 
 def learn_vocabularies(
-    pairs, languages, pieces=0, min_count=1, both=False, most=500_000
-):
+    pairs, languages, pieces=0, min_count=1, both=False, lowercase=False,
+    most=500_000,
+):  # fmt: skip
     """The vocabularies of both sides of pairs of texts.
 
     `pieces`: the size of a shared vocabulary, learned from `most` pairs; 0
     takes whole words that occur at least `min_count` times. `both` needs
-    pieces.
+    pieces, and so does `lowercase`, for which the texts are put into small
+    letters.
     """
     if both and not pieces:
         raise InputError("both directions need pieces, for the tags of both")
+    if lowercase and not pieces:
+        raise InputError("small letters need pieces")
     if pieces:
         texts = itertools.chain.from_iterable(some(pairs, most))
+        texts = map(str.lower, texts) if lowercase else texts
         tags = [f"<2{language}>" for language in languages if both]
         return [Pieces.learn(texts, pieces, tags)] * 2
     vocabs = [
@@ -10073,20 +10174,22 @@ def learn_vocabularies(
 
 
 # %%
-def new_translator(vocabs, languages, sizes, both=False):
+def new_translator(vocabs, languages, sizes, both=False, lowercase=False):
     """A new Translator; `sizes` go to Config."""
     shared = vocabs[0] is vocabs[1]
     config = Config(*map(len, vocabs), shared=shared, **sizes)
-    return Translator(Transformer(config), vocabs, languages, both)
+    model = Transformer(config)
+    return Translator(model, vocabs, languages, both, lowercase)
 
 
 def untrained_translator(pairs, languages, sizes, both=False, **how):
     """A new Translator for training pairs of texts.
 
-    `how` goes to `learn_vocabularies`: `pieces` or `min_count`.
+    `how` goes to `learn_vocabularies`: `pieces`, `min_count`, `lowercase`.
     """
     vocabs = learn_vocabularies(pairs, languages, both=both, **how)
-    return new_translator(vocabs, languages, sizes, both)
+    lowercase = how.get("lowercase", False)
+    return new_translator(vocabs, languages, sizes, both, lowercase)
 
 
 # %% [markdown]
@@ -14141,6 +14244,13 @@ class MovingAverage:
 # leaves the tags out from there on. (*Differs from that paper*, which lets
 # each pair change sides and, as far as we know, adds no tag.)
 #
+# **Small letters.** *Ein* at the head of a sentence and *ein* within it are
+# two words to a model, and each is learned for itself. BLEU, as it is usually
+# given for these captions, does not mind the case, and many systems read and
+# write them in small letters. `--lowercase` does so too. (Then the
+# translations are in small letters as well, and so this is for comparing
+# scores more than for use.)
+#
 # The size of the vocabulary and dropout on attention weights are options too.
 #
 # **Data diversification** (Nguyen et al., 2020). A sentence has many good
@@ -15280,6 +15390,8 @@ def describe(translator):
         "languages": [translator.src, translator.tgt],
         "both": translator.both,
     }
+    if translator.lowercase:
+        description["lowercase"] = True
     if isinstance(translator.src_vocab, Vocabulary):
         description["src_words"] = translator.src_vocab.words
         description["tgt_words"] = translator.tgt_vocab.words
@@ -15335,6 +15447,8 @@ def load_description(folder):
             raise TypeError("languages must be two codes")
         if not isinstance(facts.get("pieces", ""), str):
             raise TypeError("pieces must be a SHA-256 digest")
+        if not isinstance(facts.get("lowercase", False), bool):
+            raise TypeError("lowercase must be true or false")
         if "pieces" not in facts:
             len(facts["src_words"]), len(facts["tgt_words"])
     except (ValueError, KeyError, TypeError) as error:
@@ -15390,8 +15504,8 @@ def load_translator(folder, device="cpu"):
             f"{folder}: weights.pt is not of the model in model.json; the "
             "two files must come from the same run"
         ) from None
-    both = facts.get("both", False)
-    return Translator(model.eval(), vocabularies, facts["languages"], both)
+    how = facts.get("both", False), facts.get("lowercase", False)
+    return Translator(model.eval(), vocabularies, facts["languages"], *how)
 
 
 # %% [markdown]
@@ -15918,7 +16032,8 @@ def encode_portion(translator, pairs, cut=None):
     if cut or not isinstance(vocab, Pieces):
         return [translator.encode_texts(*pair, cut) for pair in pairs]
     tag = vocab.encode(translator.split(""))[:-1]
-    sides = [vocab.processor.encode(list(side)) for side in zip(*pairs)]
+    small = (map(translator.small, side) for side in zip(*pairs))
+    sides = [vocab.processor.encode(list(side)) for side in small]
     return [([*tag, *x, EOS], [BOS, *y, EOS]) for x, y in zip(*sides)]
 
 
@@ -17073,6 +17188,16 @@ def join_processes():
 # nothing had happened. (With another number of processes a run can be resumed
 # too, at the same `--max-tokens`. Its batches stay the same, dropout does
 # not.)
+#
+# **Several machines** do the same, if they see the same folders and know each
+# other by name: `torchrun --nnodes=2 …`, once on each (README has the whole
+# command, with restarts). One that was switched off may come back: start the
+# same command on it again, and all go on from the last checkpoint, again bit
+# for bit. For that `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` must be set on all
+# of them. Without it, torch 2.13 tells where to meet only once, and who comes
+# later waits in vain. (But if the machine where they meet is lost, the others
+# end too; then start all again, with `--resume`. The tests' machines are two
+# networks of one machine, each with a name, and a virtual cable between them.)
 
 
 # %% tags=["plumbing"]
@@ -17110,11 +17235,13 @@ def note_launch(folder):
 
 
 def begun_by_this_launch(folder):
-    """Whether torchrun restarts a run that it began itself, no older one."""
-    count = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-    names = this_launch()
-    if max(everyone(count)) == 0:
+    """Whether torchrun restarts a run that it began itself, no older one.
+
+    (Its own count of restarts leaves out those for a machine that came back.)
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
         return False
+    names = this_launch()
 
     def found():
         try:
@@ -17947,9 +18074,9 @@ def int8_products_are_close():
 #     print(pieces.decode(result.hypotheses[0]))
 # ```
 #
-# A model of both directions wants its tag first: `["<2en>", *pieces…]`. A
-# model of whole words has no `pieces.model`; its tokens are the words that
-# `tokenize` gives.
+# A model of both directions wants its tag first: `["<2en>", *pieces…]`. One of
+# small letters (`--lowercase`) wants `text.lower()`. A model of whole words
+# has no `pieces.model`; its tokens are the words that `tokenize` gives.
 #
 # What has to be said to CTranslate2, and what is easily got wrong:
 #
@@ -18533,6 +18660,11 @@ def prepare_training(args, facts, saved, sizes, pieces):
             f"{args.out}: cannot resume, the run began {how}, or start anew "
             "with another --out"
         )
+    if saved and not start and args.lowercase != ("lowercase" in saved):
+        raise InputError(
+            f"{args.out}: cannot resume, --lowercase has changed; leave it as "
+            "it was, or start anew with another --out"
+        )
     corpus = training_corpus(args, texts, pieces, both, start)
     say(texts.report(val))
     facts["data"] = texts.facts["data"]
@@ -18550,8 +18682,8 @@ def prepare_training(args, facts, saved, sizes, pieces):
     else:
         how = corpus.wanted["vocabulary"]
         learn = partial(learn_vocabularies, languages=languages, **how)
-        vocabs = corpus.vocabularies(learn)
-        translator = new_translator(vocabs, languages, sizes, both)
+        vocabs, kind = corpus.vocabularies(learn), (both, args.lowercase)
+        translator = new_translator(vocabs, languages, sizes, *kind)
     if saved:
         before = {"val": facts["val"], **saved}  # older runs have none
         check_same_facts(before, facts | describe(translator), args.out)
@@ -18579,6 +18711,7 @@ def training_corpus(args, texts, pieces, both, start):
     else:
         rare = 1 if args.corpus == "toy" else 2
         vocabulary = dict(pieces=pieces, min_count=rare, both=both)
+        vocabulary |= {"lowercase": True} if args.lowercase else {}
     path = Path(args.cache or args.out) / "pairs.pt"
     corpus = EncodedCorpus(
         texts, path, languages=[args.src, args.tgt], both=both,
@@ -18605,6 +18738,8 @@ def load_start(args, both):
         if getattr(args, name) is not None:
             option = name.replace("_", "-")
             raise InputError(f"--{option} is the model's own with --from")
+    if args.lowercase:
+        raise InputError("--lowercase is the model's own with --from")
     folder = Path(args.start)
     old = load_translator(folder)
     languages = [args.src, args.tgt]
@@ -18628,7 +18763,7 @@ def load_start(args, both):
     model = Transformer(replace(old.model.config, **given))
     model.load_state_dict(old.model.state_dict())
     vocabs = old.src_vocab, old.tgt_vocab
-    return Translator(model, vocabs, (old.src, old.tgt), both)
+    return Translator(model, vocabs, (old.src, old.tgt), both, old.lowercase)
 
 
 # %% [markdown]
@@ -18664,6 +18799,8 @@ def settings_of(args):
         raise InputError("--pieces must be 0 (whole words) or more")
     if not pieces and not args.start and (args.both or args.bpe_dropout):
         raise InputError("--both and --bpe-dropout need --pieces")
+    if not pieces and not args.start and args.lowercase:
+        raise InputError("--lowercase needs --pieces")
     return Recipe(**settings), sizes, pieces
 
 
@@ -18992,7 +19129,8 @@ def check_same_kind(folders, translators):
         sizes = facts.pop("config")
         known.append(facts | {**sizes, "dropout": 0, "attention_dropout": 0})
     for folder, facts in zip(folders[1:], known[1:]):
-        for name, value in known[0].items():
+        for name in known[0] | facts:
+            value = known[0].get(name)
             if facts.get(name) != value:
                 more = f": {facts.get(name)}, not {value}"
                 raise InputError(
@@ -19188,6 +19326,9 @@ def run_export(args):
     export_ctranslate2(translator, out, args.quantization)
     size = (out / "model.bin").stat().st_size / 1e6
     say(f"done: {out}, {size:.1f} MB")
+    if translator.lowercase:
+        say("note: it reads small letters: give it text.lower(), cut into "
+            "pieces")  # fmt: skip
 
 
 # %% [markdown]
@@ -19292,6 +19433,8 @@ def add_training(train):
     flag = argparse.BooleanOptionalAction
     option("--norm-first", action=flag, help="pre-norm, or post-norm")
     option("--both", action=flag, help="both directions in one model")
+    text = "read and write small letters only"
+    option("--lowercase", action="store_true", help=text)
     option("--half", action=flag, help="products in bfloat16, or in 32 bits")
     text = "how the rate falls: with the root, or to 0 at the end"
     option("--decay", choices=("root", "linear"), help=text)
@@ -19728,6 +19871,8 @@ def main(argv):
 # * Vaswani et al. (2017), *Attention Is All You Need*: the paper
 # * Vinyals et al. (2015), *Grammar as a Foreign Language*
 # * Wiegreffe and Pinter (2019), *Attention is not not Explanation*
+# * Williams et al. (2009), *Roofline: An Insightful Visual Performance Model
+#   for Multicore Architectures*
 # * Wortsman et al. (2022), *Model Soups: Averaging Weights of Multiple
 #   Fine-Tuned Models Improves Accuracy Without Increasing Inference Time*
 # * Wu et al. (2016), *Google's Neural Machine Translation System: Bridging the

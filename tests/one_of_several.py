@@ -2,9 +2,10 @@
 
 `one_of_several.py train …` is the command line. With KILL="1@6 0@10" the
 process of rank 1 kills itself after update 6, and once all were started anew,
-that of rank 0 after update 10. With WATCH=FOLDER each process writes there, at
-its end, which files it has opened for writing, and which of its threads still
-belong to the group.
+that of rank 0 after update 10. DIE="FILE 1@6 0@10" does the same and makes
+FILE-6 and FILE-10, and HALT="FILE 1@6" lets that process stand still. With
+WATCH=FOLDER each process writes there, at its end, which files it has opened
+for writing, and which of its threads still belong to the group.
 
 `one_of_several.py probe FOLDER train …` first computes gradients in several
 ways, and writes what it found to FOLDER, a file for each rank.
@@ -62,6 +63,35 @@ def threads_of_group(patience=0):
         if not names or time.monotonic() >= end:
             return names
         time.sleep(0.01)
+
+
+def stop_once():
+    """Let this process die or stand still where DIE and HALT say.
+
+    Machines count their restarts each for itself, so files tell what has
+    happened already.
+    """
+    stops = []
+    for how in ("DIE", "HALT"):
+        file, *places = os.environ.get(how, "none").split()
+        for rank, _, step in (place.partition("@") for place in places):
+            stops.append((how, Path(f"{file}-{step}"), rank, int(step)))
+    training = book.training
+
+    def stopping(*arguments):
+        for update in training(*arguments):
+            yield update
+            for how, file, rank, step in stops:
+                if (os.environ["RANK"], step) != (rank, update.step):
+                    continue
+                if not file.exists():
+                    file.touch()
+                    if how == "DIE":
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    time.sleep(3600)
+
+    if stops:
+        book.training = stopping
 
 
 @contextlib.contextmanager
@@ -163,6 +193,7 @@ if __name__ == "__main__":
 
         book.run_command = probe_first
     kill_in_time()
+    stop_once()
     with watching():
         status = book.main(arguments)
     sys.exit(status)

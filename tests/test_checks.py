@@ -462,8 +462,8 @@ SLIPS = {
         "packed_pairs_are_the_pairs",
     ),
     "a portion without its last pair": (
-        "sides = [vocab.processor.encode(list(side)) for",
-        "sides = [vocab.processor.encode(list(side)[:-1]) for",
+        "sides = [vocab.processor.encode(list(side)) for side in small]",
+        "sides = [vocab.processor.encode(list(side)[:-1]) for side in small]",
         "packed_pairs_are_the_pairs",
     ),
     "files known by their size alone": (

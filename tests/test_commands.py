@@ -107,7 +107,7 @@ OPTIONS = {
     "--pieces --warmup --factor --batch-tokens --max-tokens --average "
     "--tensorboard "
     "--norm-first --dropout --attention-dropout --decay --ema --r-drop "
-    "--bpe-dropout --both --half --save-every --resume",
+    "--bpe-dropout --both --lowercase --half --save-every --resume",
     "translate": "--device --model --beam --alpha --reverse --int8 --half "
     "--back --back-weight --nbest sentence",
     "evaluate": "--device --model --beam --alpha --reverse --int8 --half "

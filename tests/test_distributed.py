@@ -203,7 +203,6 @@ def test_a_refused_folder_is_not_gone_on_with_after_a_restart(
 
 def test_a_restart_goes_on_with_what_its_launch_began(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert not book.begun_by_this_launch(tmp_path)
     (tmp_path / "checkpoint.pt").touch()
     assert not book.begun_by_this_launch(tmp_path)
@@ -212,8 +211,11 @@ def test_a_restart_goes_on_with_what_its_launch_began(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:  # a later torchrun
         patch.setattr(book.os, "getppid", lambda: -1)
         assert not book.begun_by_this_launch(tmp_path)
-    with monkeypatch.context() as patch:  # nothing was restarted
-        patch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    with monkeypatch.context() as patch:  # the same, of two machines one
+        patch.setattr(book, "everyone", lambda name: [name, "new 7 3"])
+        assert book.begun_by_this_launch(tmp_path)
+    with monkeypatch.context() as patch:  # no torchrun
+        patch.delenv("TORCHELASTIC_RUN_ID")
         assert not book.begun_by_this_launch(tmp_path)
     (tmp_path / "checkpoint.pt").unlink()
     assert not book.begun_by_this_launch(tmp_path)

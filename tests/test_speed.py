@@ -222,6 +222,28 @@ def test_the_pages_that_the_system_hands_out_are_counted():
     assert book.new_pages(lambda: None) < 0.01 * whole
 
 
+def test_the_roofline_counts_operations_and_bytes(monkeypatch):
+    """Two matrices of 2²⁰ numbers, and each pass over them takes 2 s."""
+    passes = []
+
+    def two_seconds(work, tries=5):
+        passes.append(set())
+        work()
+        return 2
+
+    def watched(product, x, plus=None):
+        passes[-1].add(product)
+
+    monkeypatch.setattr(book, "best_seconds", two_seconds)
+    monkeypatch.setattr(book.Product, "__call__", watched)
+    rates, read = book.rates_by_rows([1, 3], matrices=2)
+    assert read == 4 * 2**20
+    assert len(rates) == 2
+    for values in rates.values():
+        assert values == [2 * 2**20, 3 * 2 * 2**20]
+    assert [*map(len, passes)] == [0, 1, 1, 2, 2]
+
+
 def test_the_pages_are_those_of_the_work(monkeypatch):
     import resource
 

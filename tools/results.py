@@ -120,6 +120,8 @@ def record(args):
         "device": args.device,
         **said,
     }
+    if translator.lowercase:
+        facts["lowercase"] = True
     if args.before:
         facts["before"] = args.before
     if args.note:
@@ -509,6 +511,7 @@ def multi30k_table():
         r = json.loads(path.read_text("utf-8"))
         recipe = stages(r)[-1]["recipe"] | {"mean": "mean_of" in r}
         same = {k: v for k, v in recipe.items() if k != "seed"}
+        same["lowercase"] = r.get("lowercase", False)
         key = r["direction"], r["commit"], cores(r), str([same, r["config"]])
         groups.setdefault(key, []).append((r, recipe))
     for (name, *_), members in groups.items():
@@ -517,6 +520,12 @@ def multi30k_table():
         both = ", both" if recipe["both"] else ""
         both += ", R-Drop" if recipe["r_drop"] else ""
         both += ", mean" if recipe["mean"] else ""
+        small = "lowercase" in runs[0]  # no text of its own has capitals
+        both += ", small letters" if small else ""
+        cased, chrf = (
+            "–" if small else average([t[name] for t in test])
+            for name in ("bleu_cased", "chrf")
+        )
         seeds = {s["seed"] for r in runs for s in stages(r)}
         seeds = ", ".join(map(str, sorted(seeds)))
         [machines] = {with_before(r, cores) for r in runs}
@@ -536,9 +545,8 @@ def multi30k_table():
         lines.append(
             f"| {name}{both} | **{spread([t['bleu'] for t in test])}** | "
             f"{average([v['bleu'] for v in val])} | "
-            f"{average([t['bleu_cased'] for t in test])} | "
-            f"{average([t['chrf'] for t in test])} | "
-            f"{pieces} | {steps} | {seeds} | {machines} | {minutes} |"
+            f"{cased} | {chrf} | {pieces} | {steps} | {seeds} | {machines} | "
+            f"{minutes} |"
         )
     words = f"Commits, line by line: {', '.join(commits)}."
     return [*lines, "", *textwrap.wrap(words, 76)]
