@@ -8741,7 +8741,7 @@ def roofline_of_this_machine():
 # processor's own memory, may even lie above the roof.
 #
 # The faster a machine multiplies, at the same rate of reading, the more rows
-# it needs to be busy. On two cores of an AMD EPYC the limits met at 11 to 13
+# it needs to be busy. On two cores of an AMD EPYC the limits met at 8 to 13
 # rows, and with 64, as many as the benchmarks' sentences, the products in turn
 # had the whole rate (commit d4842f6). Base's whole greedy decoding made 0.83
 # of it (commit cfc419b, `results/benchmarks-training.json`); the rest of the
