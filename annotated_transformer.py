@@ -8734,23 +8734,26 @@ def roofline_of_this_machine():
 
 # %% [markdown]
 # **What to notice.** At the left the lines rise with the rows: the machine
-# waits for weights anyway, and a second sentence is translated in the time of
-# one. That is why batches pay, and why a beam of five takes less than five
-# times as long. Factors in 16 or 8 bits move this limit too, for they are read
-# in half or a quarter of the time. One matrix, which never leaves the
-# processor's own memory, may even lie above the roof.
+# waits for weights anyway, and a second sentence is translated in little more
+# than the time of one. That is why batches pay, and why a beam costs less for
+# one sentence than its width suggests. Factors in 16 or 8 bits move this limit
+# too, for they are read in half or a quarter of the time. One matrix, which
+# never leaves the processor's own memory, may even lie above the roof; so may
+# both lines at the right, for the rate of products was measured with weights
+# that are not laid out. At the left, the matrices in turn stay below it, with
+# one row, in the run stored here, at half of it: the rate of reading is that
+# of a plain sum, and a product does not reach it.
 #
 # The faster a machine multiplies, at the same rate of reading, the more rows
 # it needs to be busy. On two cores of an AMD EPYC the limits met at 8 to 13
 # rows, and with 64, as many as the benchmarks' sentences, the products in turn
-# had the whole rate (commit d4842f6). Base's whole greedy decoding made 0.83
-# of it (commit cfc419b, `results/benchmarks-training.json`); the rest of the
-# time is attention, norms and the choice of words. On two cores of a Xeon that
-# multiplies three times as fast it made 0.45 (commit f280988,
-# `…-training-xeon-amx.json` beside it), since all else takes the larger part
-# there. An NVIDIA H100, with 989 · 10¹² operations a second, weights of 16
-# bits, and 3.35 · 10¹² bytes a second (its maker's figures), needs some 300
-# rows.
+# had the whole rate (commits d4842f6 and 82fb549). Base's whole greedy
+# decoding made 0.83 of it (cfc419b, `results/benchmarks-training.json`); the
+# rest of the time is attention, norms and the choice of words. On two cores of
+# a Xeon that multiplies two to three times as fast it made 0.45
+# (commit f280988, `…-training-xeon-amx.json` beside it). An NVIDIA H100, with
+# 989 · 10¹² operations a second, weights of 16 bits, and 3.35 · 10¹² bytes a
+# second (its maker's figures), needs some 300 rows.
 
 
 # %% [markdown]
@@ -17427,9 +17430,9 @@ def speaks_for_all(store):
 # line: greedily 32.3 on validation after 2,000 updates, 39.3 after 4,000, and
 # 40.9 at its best, after 6,000, a little more than they have by then, 40.2 and
 # 39.9. With the beam nothing of that is left: 41.3, after 41.5 and 40.9, and
-# on the test set 39.7, after 40.8 and 39.9. So what is spared by not learning
-# *Ein* beside *ein* is too little to be seen in a score that ignores the case
-# anyway, and the published models keep their capitals.
+# on the test set 39.7, after 40.8 and 39.9. So if anything is spared by not
+# learning *Ein* beside *ein*, these runs do not show it, and the published
+# models keep their capitals.
 #
 # From English to French, with `--tgt fr --decay linear --steps 6500` (the rate
 # falls to 0; 103 minutes), validation finds 17.2 after 1,000 updates, 50.1

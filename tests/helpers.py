@@ -82,6 +82,14 @@ def same(one, other):
     return one == other
 
 
+def assert_same_run(out, whole):
+    """Every file of weights is equal, bit for bit, and the checkpoint."""
+    assert sorted(contents(out)) == sorted(contents(whole))
+    assert same(checkpoint(out), checkpoint(whole))
+    for path in whole.glob("weights*.pt"):
+        assert same(*(torch.load(f / path.name) for f in (out, whole)))
+
+
 def training_command(corpus, out, steps, *more):
     """A run on whole words; of an option given twice the later counts."""
     return [

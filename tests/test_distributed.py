@@ -14,6 +14,7 @@ import torch
 from helpers import (
     ONE_THREAD,
     SCRIPT,
+    assert_same_run,
     checkpoint,
     contents,
     refused,
@@ -75,13 +76,15 @@ def plain(few, tmp_path_factory):
     return done
 
 
-@pytest.fixture(scope="module")
-def whole(few, tmp_path_factory):
+def run_of_two(few, tmp_path_factory):
     """The folder of a run of two processes that nobody killed."""
     out = tmp_path_factory.mktemp("whole") / "run"
     done = torchrun(*training_command(few, out, STEPS, *LEVERS))
     assert done.returncode == 0, done.stderr
     return out
+
+
+whole = pytest.fixture(run_of_two, scope="module")
 
 
 # --------------------------------------------------------------- one gradient
@@ -181,10 +184,7 @@ def test_killed_processes_are_restarted_and_end_the_same(few, whole, tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("resuming after update 4") == 1
     assert done.stderr.count("resuming after update 8") == 1
-    assert sorted(contents(out)) == sorted(contents(whole))
-    assert same(checkpoint(out), checkpoint(whole))
-    for path in whole.glob("weights*.pt"):
-        assert same(*(torch.load(f / path.name) for f in (out, whole)))
+    assert_same_run(out, whole)
 
 
 @pytest.mark.slow

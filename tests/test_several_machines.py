@@ -14,16 +14,8 @@ import time
 
 import one_of_several
 import pytest
-import torch
-from helpers import (
-    ONE_THREAD,
-    SCRIPT,
-    checkpoint,
-    contents,
-    same,
-    training_command,
-)
-from test_distributed import LEVERS, STEPS, torchrun
+from helpers import ONE_THREAD, SCRIPT, assert_same_run, training_command
+from test_distributed import LEVERS, STEPS, run_of_two
 
 NAMES = "one", "two"
 ADDRESSES = "10.77.0.1", "10.77.0.2"
@@ -123,13 +115,7 @@ def machines(tmp_path_factory):
         pytest.skip("no networks of one's own: needs Linux, root, iproute2")
 
 
-@pytest.fixture(scope="module")
-def whole(few, tmp_path_factory):
-    """The folder of a run of two processes on one machine."""
-    out = tmp_path_factory.mktemp("whole") / "run"
-    done = torchrun(*training_command(few, out, STEPS, *LEVERS))
-    assert done.returncode == 0, done.stderr
-    return out
+whole = pytest.fixture(run_of_two, scope="module")
 
 
 def finish(machines, launches, log, patience=240):
@@ -149,12 +135,13 @@ def finish(machines, launches, log, patience=240):
     return said
 
 
-def assert_same_run(out, whole):
-    """Every file of weights is equal, bit for bit, and the checkpoint."""
-    assert sorted(contents(out)) == sorted(contents(whole))
-    assert same(checkpoint(out), checkpoint(whole))
-    for path in whole.glob("weights*.pt"):
-        assert same(*(torch.load(f / path.name) for f in (out, whole)))
+def wait_for(file, launch, log):
+    """Wait until a process makes a file, for as long as `launch` lives."""
+    end = time.monotonic() + 120
+    while not file.exists():
+        assert launch.poll() is None, log.read_text("utf-8")
+        assert time.monotonic() < end
+        time.sleep(0.2)
 
 
 @pytest.mark.slow
@@ -188,16 +175,36 @@ def test_a_machine_that_was_off_joins_again(machines, few, whole, tmp_path):
     stop = {"HALT": f"{halted} 0@6 1@6"}  # whichever rank it has
     one = machines.torchrun(0, *command, **options)
     two = machines.torchrun(1, *command, **options, **stop)
-    end = time.monotonic() + 120
-    while not (tmp_path / "halted-6").exists():
-        assert one.poll() is None, log.read_text("utf-8")
-        assert time.monotonic() < end
-        time.sleep(0.2)
+    wait_for(tmp_path / "halted-6", one, log)
     machines.plug(1, "down")  # a power cut says no farewell
     machines.switch_off(1)
     two.wait()
     machines.plug(1, "up")
     again = machines.torchrun(1, *command, **options)
     said = finish(machines, [one, again], log)
+    assert "resuming after update 4" in said
+    assert_same_run(tmp_path / "run", whole)
+
+
+@pytest.mark.slow
+def test_without_the_machine_where_they_meet_all_end_and_resume(
+    machines, few, whole, tmp_path
+):
+    """It is the first, whose torchrun serves the store."""
+    command = training_command(few, tmp_path / "run", STEPS, *LEVERS)
+    log, halted = tmp_path / "log", tmp_path / "halted"
+    options = {"restarts": 5, "output": log}
+    stop = {"HALT": f"{halted} 0@6 1@6"}
+    launches = [
+        machines.torchrun(i, *command, **options, **stop) for i in range(2)
+    ]
+    wait_for(tmp_path / "halted-6", launches[0], log)
+    machines.switch_off(0)
+    assert launches[1].wait(120) != 0
+    launches[0].wait()
+    again = [
+        machines.torchrun(i, *command, "--resume", **options) for i in range(2)
+    ]
+    said = finish(machines, again, log)
     assert "resuming after update 4" in said
     assert_same_run(tmp_path / "run", whole)
