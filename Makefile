@@ -22,7 +22,7 @@ test: $(STAMP)  ## check the style, run the notebook and every test
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) tools/notebook.py execute build/smoke.ipynb
-	$(PY) -m pytest --numprocesses=3 --dist=loadgroup --no-loadscope-reorder
+	$(PY) -m pytest --numprocesses=3 --dist=loadfile --no-loadscope-reorder
 
 bench: $(STAMP)  ## measure speed against the peers; options: make bench ARGS="--quick"
 	$(PY) -m pip install --quiet -r tests/peers.txt -c constraints.txt

@@ -80,23 +80,16 @@ def toy_translator():
         return book.toy_translator()[0]
 
 
-TRAINING = {"test_attention", "test_checks"}  # they share one trained model
-
-
 # What takes longest begins first, so that nothing runs alone at the end.
-LONGEST = ["test_browser", "test_lasting", "test_distributed", "training",
-           "test_commands", "test_scale"]  # fmt: skip
+LONGEST = ["test_lasting", "test_browser", "test_distributed", "test_commands",
+           "test_several_machines", "test_attention", "test_results",
+           "test_peers", "test_scale"]  # fmt: skip
 
 
 def pytest_collection_modifyitems(items):
-    """Keep a file's tests together; skip what needs a GPU without one."""
-    groups = {}
-    for item in items:
-        name = item.path.stem
-        groups[item] = "training" if name in TRAINING else name
-        item.add_marker(pytest.mark.xdist_group(groups[item]))
-    places = {group: place for place, group in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(groups[item], len(places)))
+    """Let the longest files come first (a worker takes a whole file)."""
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,11 @@ def test_unseen_combinations_reach_bleu_95(translator):
     assert book.bleu(outputs, references).score >= 95
 
 
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_check_of_the_book_holds(seed, translator):
+    book.run_seeded(book.CHECKS["attention_maps_sum_to_one"], seed)
+
+
 def test_attention_labels_are_the_right_words(translator):
     output, maps, labels = book.attention_maps(
         translator, book.SENTENCE.split()
@@ -227,3 +232,11 @@ def test_measuring_leaves_no_hook_behind(translator):
     book.weights_and_parts(model, [ids], book.KINDS[0])
     modules = model.modules()
     assert not any(m._forward_pre_hooks for m in modules)
+
+
+def test_one_text_is_not_taken_for_a_list(translator):
+    """Its letters would be words, and nearly all of them unknown."""
+    with pytest.raises(book.InputError, match="list of tokens"):
+        book.attention_maps(translator, book.SENTENCE)
+    with pytest.raises(book.InputError, match="list of texts"):
+        book.attention_explorer(translator, book.SENTENCE)

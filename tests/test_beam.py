@@ -171,6 +171,40 @@ def test_bleu_knows_its_extremes():
     assert math.isclose(first, 100 * 2 / 9)  # clipped at the reference's two
 
 
+@pytest.mark.parametrize("language", ["zh", "zh-TW", "ja", "th", "km_KH"])
+def test_without_spaces_letters_count(language):
+    """Else each sentence is one word: nearly right is as bad as wrong."""
+    text = ["\u4eca\u5929\u5929\u6c14\u5f88\u597d\u3002"]
+    near = [text[0].replace("\u5f88", "\u771f")]
+    far = ["\u72d7\u5728\u516c\u56ed\u91cc\u8dd1\u3002"]
+    scores = [
+        book.bleu(output, text, language=language).score
+        for output in (text, near, far)
+    ]
+    assert scores[0] > 99.9 and 20 < scores[1] < 80 and scores[2] < 10
+    assert book.bleu(near, text).score == book.bleu(far, text).score == 0
+    signature = book.bleu(near, text, language=language).signature
+    assert "tok:zh" in signature or "tok:char" in signature
+
+
+@pytest.mark.parametrize("language", ["ko", "de", "fr", "vi"])
+def test_with_spaces_words_count(language):
+    score = book.bleu(["ein Hund"], ["ein Hund"], language=language)
+    assert "tok:13a" in score.signature
+
+
+def test_measures_count_letters_where_the_target_has_no_spaces():
+    vocabulary = book.Vocabulary(book.DIGITS)
+    translator = book.Translator(
+        book.tiny_model(), [vocabulary] * 2, ("en", "zh")
+    )
+    facts, _ = book.measure(translator, [("7 1 9", "7 1 9")], beam=1)
+    assert "tok:zh" in facts["signature"]
+    assert "tok:zh" in facts["signature_cased"]
+    back, _ = book.measure(translator.reversed(), [("7", "7")], beam=1)
+    assert "tok:13a" in back["signature"]
+
+
 def test_measures_agree_with_sacrebleu_and_the_cross_entropy():
     import torch.nn.functional as F
     from sacrebleu.metrics import BLEU, CHRF

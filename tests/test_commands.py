@@ -640,6 +640,17 @@ def test_evaluate_prints_bleu_and_perplexity(capsys, model, corpus):
     assert output.count("reference ") == 4
 
 
+def test_a_run_that_is_not_a_model_yet_is_to_be_resumed(capsys, own, corpus):
+    """It was stopped before it has validated for the first time."""
+    (own / "model.json").unlink()
+    for command in (["translate", "Hund"], ["evaluate", "--corpus", corpus]):
+        message = refused(capsys, *command, "--model", own)
+        assert "--resume" in message and str(own) in message
+    (own / "checkpoint.pt").unlink()
+    message = refused(capsys, "translate", "--model", own, "Hund")
+    assert "train --out" in message
+
+
 def test_evaluate_writes_the_same_figures_as_json(
     capsys, model, corpus, tmp_path
 ):
@@ -681,6 +692,7 @@ class Perfect:
 
     def __init__(self, translator, pairs):
         self.model, self.answers = translator.model, dict(pairs)
+        self.tgt, self.lowercase = translator.tgt, translator.lowercase
         self.encode_texts = translator.encode_texts
 
     def translate(self, texts, *how):
@@ -901,6 +913,32 @@ def test_a_larger_corpus_has_the_pairs_and_what_models_make_of_them(
     assert written["train.de"] == de + de + theirs.translate(en, 2, 0.6)
     assert written["train.en"] == en + ours.translate(de, 2, 0.6) + en
     assert lines_of(out / "val.en") == numbered("val", "en")
+
+
+def test_a_model_of_both_directions_makes_pairs_in_both(
+    capsys, pairs, tmp_path
+):
+    corpus, _ = book.training_pairs(pairs, "de", "en")
+    translator = book.untrained_translator(
+        corpus, ("de", "en"), dict(N=1, d_model=16, d_ff=16, h=2),
+        pieces=60, both=True,
+    )  # fmt: skip
+    model, out = tmp_path / "both", tmp_path / "larger"
+    book.save_translator(translator, model)
+    status, _, said = run(capsys, *diversify(pairs, out, model))
+    assert status == 0 and "30 pairs and 60 made of them" in said
+    de, en = numbered("train", "de"), numbered("train", "en")
+    back = translator.reversed().translate(en, 2, 0.6)
+    assert lines_of(out / "train.de") == de + de + back
+    there = translator.translate(de, 2, 0.6)
+    assert lines_of(out / "train.en") == en + there + en
+
+
+def test_one_model_twice_makes_no_more(capsys, pairs, small, tmp_path):
+    copied = shutil.copytree(small, tmp_path / "copied")
+    command = diversify(pairs, tmp_path / "larger", small, copied)
+    assert "twice" in refused(capsys, *command)
+    assert not (tmp_path / "larger").exists()
 
 
 def test_a_larger_corpus_that_was_cut_off_is_completed(

@@ -433,12 +433,78 @@ def test_training_text_of_nothing_is_named(tmp_path, content):
     assert str(tmp_path / "train.de") in message and "empty" in message
 
 
-def test_at_most_a_thousand_pairs_are_held_out(tmp_path):
-    lines = [f"w{n}" for n in range(60_000)]
+@pytest.mark.parametrize(
+    "number, step", [(50_000, 50), (50_001, 100), (100_001, 200)]
+)
+def test_at_most_a_thousand_pairs_of_all_parts_are_held_out(
+    tmp_path, number, step
+):
+    lines = [f"w{n}" for n in range(number)]
     write(tmp_path, train_de=lines, train_en=lines)
     train, val = book.training_pairs(tmp_path, "de", "en")
-    assert len(val) == 1000 and len(train) == 59_000
-    assert not texts(train) & {src for src, _ in val}
+    held = [f"w{n}" for n in range(0, number, step)]
+    assert [src for src, _ in val] == held and 500 <= len(held) <= 1000
+    assert len(train) == number - len(held)
+    assert not texts(train) & {*held}
+
+
+def test_what_is_held_out_is_not_in_the_training_text_a_second_time(tmp_path):
+    """Not even where its pair stands again, far away."""
+    lines = [f"w{n} " + 30 * "w" for n in range(200)]
+    lines[70] = lines[199] = lines[50]
+    lines[71] = "other"  # the source of a held pair, with another target
+    lines[150] = lines[151] = "yes"  # too short for a copy to mean much
+    sources = [*lines[:71], lines[100], *lines[72:]]
+    write(tmp_path, train_de=sources, train_en=lines)
+    train, val = book.training_pairs(tmp_path, "de", "en")
+    assert [tgt for _, tgt in val] == [lines[n] for n in (0, 50, 100, 150)]
+    assert (lines[100], "other") in list(train)
+    assert lines[50] not in texts(train) and ("yes", "yes") in list(train)
+    assert len(train) == len(list(train)) == 194
+    assert "left out: 2 that are held out as well" in train.report(val)
+
+
+def test_nothing_but_copies_is_named(tmp_path):
+    lines = ["the same long sentence once more and again"] * 60
+    write(tmp_path, train_de=lines, train_en=lines)
+    train, _ = book.training_pairs(tmp_path, "de", "en")
+    assert "its copies" in refused(len, train)
+
+
+def test_what_was_held_out_can_be_measured(tmp_path):
+    lines = [f"w{n}" for n in range(120)]
+    write(tmp_path, train_de=lines, train_en=lines)
+    _, val = book.training_pairs(tmp_path, "de", "en")
+    assert book.pairs_to_measure(tmp_path, "val", "de", "en") == val
+    turned = book.pairs_to_measure(tmp_path, "val", "en", "de")
+    assert turned == [(tgt, src) for src, tgt in val]
+    write(tmp_path, train_en=lines[:-1])  # in training it is an error, too
+    message = refused(book.pairs_to_measure, tmp_path, "val", "de", "en")
+    assert "120 and 119 lines" in message
+    for path in tmp_path.iterdir():
+        path.unlink()
+    message = refused(book.pairs_to_measure, tmp_path, "val", "de", "en")
+    assert "no val.de" in message
+    write(tmp_path, val_de=["a"], val_en=["b"])
+    found = book.pairs_to_measure(tmp_path, "val", "de", "en")
+    assert found == [("a", "b")]
+    message = refused(book.pairs_to_measure, tmp_path, "test", "de", "en")
+    assert "test.de" in message and "--split val" in message
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 50])
+def test_each_nth_line_is_that_of_all(tmp_path, step):
+    path = tmp_path / "lines"
+    path.write_bytes(b"\xef\xbb\xbfeins\n zwei\n\ndrei\nvier")
+    lines = book.Lines(path)
+    assert list(lines.every(step)) == list(lines)[::step]
+
+
+def test_the_line_of_an_error_is_counted_with_those_passed_over(tmp_path):
+    path = tmp_path / "lines"
+    path.write_bytes(b"a\n" * 100 + b"\xff\n")
+    with pytest.raises(book.InputError, match="line 101"):
+        list(book.Lines(path).every(50))
 
 
 @pytest.mark.parametrize("missing", ["val.de", "val.en"])

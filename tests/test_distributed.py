@@ -261,9 +261,11 @@ def test_a_checkpoint_of_one_state_is_that_of_one_process(few, tmp_path):
 # --------------------------------------------------------------- what is wrong
 
 
-def test_wrong_input_gives_one_message(few, tmp_path):
+@pytest.mark.parametrize("late", [{}, {"LINGER": "2"}])
+def test_wrong_input_gives_one_message(few, tmp_path, late):
+    # also where the process that knows why is the last to end
     command = training_command(few, tmp_path / "out", 4, "--corpus", "nowhere")
-    done = torchrun(*command)
+    done = torchrun(*command, **late)
     assert done.returncode != 0 and done.stdout == ""
     said = [s for s in done.stderr.splitlines() if s.startswith("error: ")]
     assert len(said) == 1 and "nowhere" in said[0]

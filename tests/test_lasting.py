@@ -376,8 +376,8 @@ def test_of_both_directions_the_mean_decides(
     pairs = book.read_pairs(few, "val", "de", "en")
     seen, scores = [], iter([10, 20])
 
-    def bleu(outputs, references):
-        seen.append((list(outputs), list(references)))
+    def bleu(outputs, references, language):
+        seen.append((list(outputs), list(references), language))
         return types.SimpleNamespace(score=next(scores))
 
     monkeypatch.setattr(book, "bleu", bleu)
@@ -393,7 +393,7 @@ def test_of_both_directions_the_mean_decides(
     trained(few, out, 1, *how)
     german, english = map(list, zip(*pairs))
     assert asked == [("de", "en", german), ("en", "de", english)]
-    assert [references for _, references in seen] == [english, german]
+    assert [how for _, *how in seen] == [[english, "en"], [german, "de"]]
     assert read_scores(out) == [15]
     assert book.load_description(out)["val_bleu"] == 15
 

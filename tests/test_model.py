@@ -131,6 +131,17 @@ def test_positions_are_the_formula_of_the_paper():
             assert math.isclose(row[2 * i + 1], math.cos(angle), abs_tol=1e-6)
 
 
+def test_an_odd_width_has_no_sines_and_cosines():
+    with pytest.raises(book.InputError, match="d_model=5"):
+        book.positional_encoding(3, 5)
+
+
+@pytest.mark.parametrize("text", ["7 1", "12a", "\u0663"])
+def test_digits_takes_digits_only(text):
+    with pytest.raises(book.InputError, match=repr(text)):
+        book.digits(text)
+
+
 def test_weights_kept_for_looking_are_those_before_dropout():
     model, src, tgt = model_and_batch(attention_dropout=0.5)
     model(src, tgt)

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -81,6 +82,17 @@ def test_the_arrays_hold_what_plain_encoding_gives(pieces, both):
     odd = [("ж 한 ♞♞", "<s> </s> <pad>"), ("  der  Mann\u3000", "ｔｈｅ… man")]
     packed = book.pack(translator, PAIRS + odd)
     assert list(packed) == book.encode_all(translator, PAIRS + odd)
+
+
+def test_what_the_pieces_lack_is_counted(pieces):
+    """On either side, each sign, and nothing that they have."""
+    odd = [("der \u2660\u2663 \u2660", "the man"), ("der", "the\u2663")]
+    pairs = [*PAIRS[:5], *odd]
+    packed = book.pack(coder(pieces), pairs)
+    assert packed.unknown == {"\u2660": 2, "\u2663": 2}
+    assert book.pack(coder(pieces), PAIRS).unknown == {}
+    words = book.Vocabulary([*SPECIALS, "der"])  # rare words are unknown
+    assert book.pack(coder(words), pairs).unknown == {}
 
 
 @pytest.mark.parametrize("both", [False, True])
@@ -302,6 +314,26 @@ def test_the_same_texts_in_another_file_are_the_same(folder, tmp_path):
     assert same(checkpoint(out), checkpoint(whole))
 
 
+def test_who_holds_out_other_pairs_cannot_go_on(folder, tmp_path, capsys):
+    """Of a run by an older version nobody is told that a file has changed."""
+    for path in folder.glob("val.*"):
+        path.unlink()
+    out = trained(folder, tmp_path / "out", 1, *LEARNED)
+    stored = torch.load(out / "pairs.pt", weights_only=True)
+    facts = json.loads(stored["facts"])
+    facts["wanted"]["held"] = 50_000
+    torch.save(stored | {"facts": json.dumps(facts)}, out / "pairs.pt")
+    state = checkpoint(out)
+    described = json.loads(state["description"]) | {"data": "other"}
+    state["description"] = json.dumps(described)
+    torch.save(state, out / "checkpoint.pt")
+    command = training_command(folder, out, 2, *LEARNED, "--resume")
+    before = contents(out)
+    message = refused(capsys, *command)
+    assert "older version" in message and "train.de" not in message
+    assert contents(out) == before
+
+
 def test_texts_are_known_by_one_digest(folder):
     """That of all pairs as JSON, by which older checkpoints know theirs."""
     pairs = [(f"eins {n} \u00e4", f"one {n}") for n in range(10_007)]
@@ -436,3 +468,39 @@ def test_a_corpus_need_not_fit_into_memory(folder):
     number, tokens, grown = map(float, done.stdout.split())
     assert number == 134 * 300 and tokens > 70 * number
     assert grown < 70
+
+
+# ------------------------------------------------------- what is said of them
+
+
+def test_signs_without_a_piece_are_named_and_counted(folder, tmp_path, capsys):
+    """By a run that begins from a model, whose pieces do not know them."""
+    begun = trained(folder, tmp_path / "begun", 1, *LEARNED)
+    write(folder, "train", [(f"{de} \u2660", en) for de, en in PAIRS])
+    command = ["train", "--corpus", folder, "--steps", 2, "--device", "cpu"]
+    command += ["--from", begun, "--out", tmp_path / "out"]
+    status, _, said = run(capsys, *command)
+    assert status == 0
+    assert "not in the vocabulary, in 300 places: \u2660 (" in said
+    command[command.index("--steps") + 1] = 3  # found as it was encoded
+    status, _, said = run(capsys, *command, "--resume")
+    assert status == 0 and "encoded before" in said
+    assert "not in the vocabulary, in 300 places: \u2660 (" in said
+    new = training_command(folder, tmp_path / "new", 1, *LEARNED)
+    assert "not in the vocabulary" not in run(capsys, *new)[2]
+
+
+@pytest.mark.parametrize("both", [[], ["--both"]])
+def test_the_number_of_epochs_is_said(folder, tmp_path, capsys, both):
+    """So that nobody trains a large corpus for a part of an epoch."""
+    how = [*LEARNED, *both, "--batch-tokens", 500, "--max-tokens", 500]
+    command = training_command(folder, tmp_path / "out", 20, *how)
+    status, _, said = run(capsys, *command)
+    assert status == 0
+    [epochs] = re.findall(r"20 updates: about ([\d.]+) epochs", said)
+    stored = torch.load(tmp_path / "out" / "pairs.pt", weights_only=True)
+    src, tgt = stored["lengths"].unbind(1)
+    places = int(torch.maximum(src, tgt - 1).sum())
+    if both:
+        places += int(torch.maximum(tgt, src - 1).sum())
+    assert float(epochs) == pytest.approx(20 * 500 / places, rel=0.06)

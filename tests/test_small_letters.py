@@ -206,6 +206,20 @@ def test_both_directions_and_other_cuts(few, tmp_path, capsys):
     assert book.load_translator(tmp_path).lowercase
 
 
+def test_capitals_are_not_asked_of_it(few, out, tmp_path, capsys):
+    """Cased figures would only say that there are none."""
+    path = tmp_path / "figures.json"
+    status, shown, _ = run(
+        capsys, "evaluate", "--model", out, "--corpus", few, "--split", "val",
+        "--beam", 1, "--json", path,
+    )  # fmt: skip
+    facts = json.loads(path.read_text("utf-8"))
+    assert status == 0 and "small letters only" in shown
+    assert "bleu_cased" not in facts and "signature_cased" not in facts
+    assert "case:lc" in facts["chrf_signature"]
+    assert f"chrF           {facts['chrf']:.2f}  " in shown
+
+
 def test_whole_words_are_refused(few, tmp_path, capsys):
     command = training_command(few, tmp_path / "out", 1, "--lowercase")
     assert "--lowercase needs --pieces" in refused(capsys, *command)

@@ -203,7 +203,8 @@ def test_the_pages_that_the_system_hands_out_are_counted():
     """128 MiB, more than any C library keeps, need their pages anew.
 
     How many there are depends on the system, which may join pages, and in
-    some sandboxes counts none; so we ask it for as much memory ourselves.
+    some sandboxes counts none; so we ask it for as much memory ourselves. It
+    may also take pages away and hand them out again, hence three tries.
     """
     import mmap
     import resource
@@ -216,10 +217,11 @@ def test_the_pages_that_the_system_hands_out_are_counted():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     ask()
     counts = resource.getrusage(resource.RUSAGE_SELF).ru_minflt > before
-    pages = book.new_pages(lambda: torch.ones(2**25))
+    pages = min(book.new_pages(lambda: torch.ones(2**25)) for _ in range(3))
     whole = 2**27 / mmap.PAGESIZE
     assert (0 < pages < 1.1 * whole) if counts else pages == 0
-    assert book.new_pages(lambda: None) < 0.01 * whole
+    none = min(book.new_pages(lambda: None) for _ in range(3))
+    assert none < 0.01 * whole
 
 
 def test_the_roofline_counts_operations_and_bytes(monkeypatch):

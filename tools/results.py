@@ -180,6 +180,12 @@ def training_text(result):
     return text
 
 
+def cased_of(measured):
+    """Return the cased BLEU of what was measured; small letters have none."""
+    found = measured.get("bleu_cased")
+    return "–" if found is None else f"{found:.2f}"
+
+
 def publish(args):
     """Write the model of a run in 16 bits, without the path it came from."""
     run, folder = Path(args.run), Path(args.folder)
@@ -205,7 +211,7 @@ def publish(args):
             again, pairs, result["val"]["beam"], result["val"]["alpha"]
         )
         rows.append(
-            f"| `{part}` | {m['bleu']:.2f} | {m['bleu_cased']:.2f} | "
+            f"| `{part}` | {m['bleu']:.2f} | {cased_of(m)} | "
             f"{m['chrf']:.2f} | {m['perplexity']:.2f} |"
         )
     config = again.model.config
@@ -224,8 +230,9 @@ def publish(args):
         training=training_text(result),
         log="first" if args.log else "last",
         made="digests of its parts" if "mean_of" in facts else "recipe",
-        **{k: m[k] for k in ("beam", "signature", "signature_cased",
-                             "chrf_signature", "parameters", "alpha")},
+        signature_cased=m.get("signature_cased", "–"),
+        **{k: m[k] for k in ("beam", "signature", "chrf_signature",
+                             "parameters", "alpha")},
     )  # fmt: skip
     (folder / "README.md").write_text(card, encoding="utf-8")
 
@@ -381,7 +388,7 @@ def reading(args):
                 *judge,
                 **({"weight": row["back_weight"]} if judge else {}),
             )
-            row[part] = {name: found[name] for name in KEPT}
+            row[part] = {k: found[k] for k in KEPT if k in found}
         if not args.chosen:
             best = best_by_hindsight(translator, pairs, 8, args.alpha)
             facts.setdefault("hindsight", {})["-".join(way)] = best
@@ -497,8 +504,9 @@ def thousands(number):
 def multi30k_table():
     """Return the lines of the table of trained models.
 
-    Runs that differ in nothing but the seed, and had as many cores, share a
-    line: their means, and the deviation of what counts most.
+    Runs of one recipe that differ in the seed, and had as many cores, share a
+    line: their means, and the deviation of what counts most. (Whether their
+    products had 16 bits does not part them.)
     """
     lines = [
         "| pair | test | val. | cased | chrF | pieces | steps | seed | cores "
@@ -510,9 +518,10 @@ def multi30k_table():
     for path in sorted(paths, key=lambda path: path.stem):
         r = json.loads(path.read_text("utf-8"))
         recipe = stages(r)[-1]["recipe"] | {"mean": "mean_of" in r}
-        same = {k: v for k, v in recipe.items() if k != "seed"}
+        same = {k: v for k, v in recipe.items() if k not in ("seed", "half")}
         same["lowercase"] = r.get("lowercase", False)
-        key = r["direction"], r["commit"], cores(r), str([same, r["config"]])
+        before = [stage["commit"] for stage in stages(r)[:-1]]
+        key = r["direction"], cores(r), str([before, same, r["config"]])
         groups.setdefault(key, []).append((r, recipe))
     for (name, *_), members in groups.items():
         runs, recipe = [r for r, _ in members], members[0][1]
@@ -527,7 +536,10 @@ def multi30k_table():
             for name in ("bleu_cased", "chrf")
         )
         seeds = {s["seed"] for r in runs for s in stages(r)}
-        seeds = ", ".join(map(str, sorted(seeds)))
+        seeds = sorted(seeds)
+        if len(seeds) > 2 and seeds == [*range(seeds[0], seeds[-1] + 1)]:
+            seeds = [f"{seeds[0]}–{seeds[-1]}"]
+        seeds = ", ".join(map(str, seeds))
         [machines] = {with_before(r, cores) for r in runs}
         minutes = round(
             statistics.fmean(
@@ -539,7 +551,8 @@ def multi30k_table():
             steps = thousands(sum(s["steps"] for s in stages(runs[0])))
             machines = "+".join(sorted({*machines.split("+")}, reverse=True))
         pieces = thousands(runs[0]["config"]["src_vocab"])
-        commit = with_before(runs[0], lambda r: f"`{r['commit']}`")
+        own = [with_before(r, lambda r: f"`{r['commit']}`") for r in runs]
+        commit = " and ".join(dict.fromkeys(own))
         commit += f"+`{runs[0]['commit']}`" if recipe["mean"] else ""
         commits.append(commit)
         lines.append(
