@@ -8139,7 +8139,7 @@ def one_means_after_another():
 # worth a factor of 1.4 to 1.5 in three calls (two cores, commits 6560740,
 # cfc419b and f01b437), the loss in slices between 1.4 and nothing, and the
 # whole 4.0 to 4.2. Fused attention and fused Adam bring next to nothing there,
-# and not much in the small updates above. And the last form is not at the
+# and a little in the small updates above. And the last form is not at the
 # limit: what remains are the many small operations between the products, which
 # wait for memory.
 #
@@ -16578,7 +16578,8 @@ def training_curves(folder):
         description="Line charts of a training run, by update: the losses, "
         "and the BLEU of the validation set.",
     )
-    return drawn.resolve_scale(x="shared").configure_legend(orient="bottom")
+    drawn = drawn.resolve_scale(x="shared").configure_legend(orient="bottom")
+    return drawn.configure_axisX(labelSeparation=8)  # or they touch
 
 
 # %% [markdown]
@@ -17977,7 +17978,7 @@ def how_it_learned():
 # **What to notice.** In the last 1,500 updates the training loss still falls
 # by 0.1, and the validation loss no longer. (The training loss is the higher
 # of the two only because of smoothing and dropout; see *Training that lasts*.)
-# Without either, the loss of text that the model has seen, the third line, is
+# Without either, the loss of text that the model has seen, the lowest line, is
 # less than a third of that of new text. Translated greedily, the two have
 #
 # <!-- by heart: tools/results.py -->
