@@ -8741,7 +8741,7 @@ def roofline_of_this_machine():
 # it needs to be busy. On two cores of an AMD EPYC the limits met at 8 to 13
 # rows, and with 64, as many as the benchmarks' sentences, the products in turn
 # had the whole rate (commits d4842f6 and 82fb549). Base's whole greedy
-# decoding made 0.83 and 0.75 of it in two calls (cfc419b and f01b437,
+# decoding made 0.83 and 0.75 of it in two calls (cfc419b; f01b437, which is
 # `results/benchmarks-training.json`); the rest of the time is attention, norms
 # and the choice of words. On two cores of a Xeon that multiplies two to three
 # times as fast it made 0.45 (commit f280988, `…-training-xeon-amx.json` beside
