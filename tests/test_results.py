@@ -181,6 +181,26 @@ def test_seeds_of_one_recipe_share_a_line(tmp_path, monkeypatch):
     assert "`c0` and `c1` and `c2`" in commits
 
 
+def test_a_gain_is_of_means_and_only_of_what_was_measured():
+    def run(bleu, part="val"):
+        return {part: {"bleu": bleu}}
+
+    one, other = [run(40.3), run(41.3)], [run(40.0)]
+    assert results.gain(one, other, "val", "bleu") == "+0.8"
+    assert results.gain(other, one, "val", "bleu") == "-0.8"
+    assert results.gain([run(39.98)], other, "val", "bleu") == "+0.0"
+    unmeasured = run(40, results.TEST)
+    assert results.gain([run(41), unmeasured], other, "val", "bleu") == "–"
+    assert results.gain(other, [unmeasured], "val", "bleu") == "–"
+
+
+def test_each_gain_compares_runs_of_one_direction():
+    for what, *sides in results.GAINS:
+        names = [[n] if isinstance(n, str) else n for n in sides]
+        found = {results.read(n)["direction"] for side in names for n in side}
+        assert len(found) == 1, what
+
+
 def test_the_book_finds_it_and_does_without(tmp_path, monkeypatch, capsys):
     assert book.published_model().resolve() == MODEL
     monkeypatch.chdir(tmp_path)

@@ -789,6 +789,69 @@ def full_length_table():
     return lines
 
 
+FRENCH = "multi30k-en-fr-tiny"  # three seeds of one recipe
+FRENCH = FRENCH, f"{FRENCH}-s1", f"{FRENCH}-s2"
+GAINS = [  # (what is changed, the result, that which it is compared with)
+    ("10,000 pieces, not 5,000", "pieces-en-de", "multi30k-en-de"),
+    ("the same, 4,000 updates fewer", "multi30k-en-fr-10k", "multi30k-en-fr"),
+    ("the other recipe: third line, not first",
+     "multi30k-en-de-tiny", "multi30k-en-de"),
+    ("the other recipe: third line, not second",
+     FRENCH, "multi30k-en-fr-10k"),
+    ("10,000 updates more", "multi30k-en-de-longer", "multi30k-en-de"),
+    ("15,000 more, dropout 0.3", "dropout-en-de", "pieces-en-de"),
+    ("diversified, anew", "diversified", "multi30k-en-de"),
+    ("third line, then a rate that falls",
+     "multi30k-en-de-tiny-on", "multi30k-en-de-tiny"),
+    ("third line, then BPE-dropout, then plain",
+     "multi30k-en-de-tiny-spellings", "multi30k-en-de-tiny"),
+    ("the mean of these three",
+     "multi30k-en-de-tiny-spellings-mean", "multi30k-en-de-tiny"),
+    ("both directions first, then one",
+     "multi30k-en-fr-tiny-both", FRENCH),
+]  # fmt: skip
+
+
+def gain(after, before, part, name):
+    """Return how much more some runs have than others, in the mean."""
+    if not all(part in run for run in after + before):
+        return "–"  # not measured
+    means = [
+        statistics.fmean(run[part][name] for run in runs)
+        for runs in (after, before)
+    ]
+    return f"{round(means[0] - means[1], 1) + 0.0:+.1f}"  # +0.0, never -0.0
+
+
+def gains_table():
+    """Return the lines that say what each lever brings at full length."""
+
+    def runs(names):
+        names = [names] if isinstance(names, str) else names
+        return [*map(read, names)]
+
+    found = [(what, runs(new), runs(old)) for what, new, old in GAINS]
+    rows = read("reading")["rows"]
+    beams = {(r["direction"], r["beam"], r["back_weight"]): r for r in rows}
+    for (direction, beam, weight), row in beams.items():
+        if weight and TEST in row:  # what validation chose
+            plain = beams[direction, 4, None]
+            found.append((f"read back, a beam of {beam}", [row], [plain]))
+    lines = [
+        "| pair | what | BLEU, val. | test | chrF, val. | test |",
+        "|---|---|---|---|---|---|",
+    ]
+    for what, after, before in found:
+        gains = [
+            gain(after, before, part, name)
+            for name in ("bleu", "chrf")
+            for part in ("val", TEST)
+        ]
+        cells = " | ".join([after[0]["direction"], what, *gains])
+        lines.append(f"| {cells} |")
+    return lines
+
+
 EXPECTED = "multi30k-en-de"
 TABLES = {
     "multi30k": multi30k_table,
@@ -798,6 +861,7 @@ TABLES = {
     "by heart": heart_table,
     "reading": reading_table,
     "words": words_table,
+    "gains": gains_table,
     "levers": levers_table,
     "full length": full_length_table,
     "speed": speed_table,
