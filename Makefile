@@ -66,7 +66,7 @@ $(STAMP): requirements.txt constraints.txt
 	"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \
 	  echo "This project needs Python 3.10 or newer; $$python:" \
 	    "$$("$$python" --version 2>/dev/null || echo not found). Name a newer one, for example:" \
-	    "PYTHON=python3.12 make" >&2; exit 1; }
+	    "PYTHON=python3.12 make notebook" >&2; exit 1; }
 	@$(WORKS) || "$(PYTHON)" -m venv --clear .venv
 	@echo "Installing into .venv: a few minutes, once ..."
 	@$(PY) -m pip install --quiet -r requirements.txt -c constraints.txt

@@ -31,6 +31,28 @@ def test_a_beam_of_one_is_greedy(seed, lengths):
     )
 
 
+@settings(max_examples=15, deadline=None)
+@given(
+    seed=seeds,
+    lengths=lengths,
+    width=st.integers(1, 6),
+    alpha=st.sampled_from([0.0, 0.6, 1.5]),
+)
+def test_the_batched_search_finds_what_the_plain_one_does(
+    seed, lengths, width, alpha
+):
+    """Two programs that share nothing but the model and the penalty."""
+    model, rows = sources(seed, lengths)
+    options = dict(width=width, alpha=alpha, extra=4)
+    found = book.beam_search(model, book.pad(rows), first=False, **options)
+    for row, some in zip(rows, found):
+        plain = book.beam_search_plain(model, torch.tensor([row]), **options)
+        assert [h.tokens for h in some] == [h.tokens for h in plain]
+        for one, other in zip(some, plain):
+            assert math.isclose(one.score, other.score, rel_tol=1e-4)
+            assert math.isclose(one.log_prob, other.log_prob, rel_tol=1e-4)
+
+
 @settings(max_examples=10, deadline=None)
 @given(seed=seeds, alpha=st.sampled_from([0.0, 0.6, 1.0]))
 def test_a_beam_for_everything_finds_the_best_of_all(seed, alpha):
