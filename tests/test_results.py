@@ -160,6 +160,32 @@ def test_a_mean_has_all_its_trainings_each_once(tmp_path, monkeypatch):
     assert "`first`+`on`+`other`+`mean`" in commits
 
 
+def test_a_run_may_begin_with_a_mean(tmp_path, monkeypatch):
+    """The card names the mean's command, too; in the table it is one link."""
+    made = {
+        "first": stage("first", 7000, 100),
+        "other": stage("other", 3000, 50),
+    }
+    mean = stage("mean", 0, 0, mean_of=[*made])
+    for key in ("seed", "steps", "minutes", "recipe"):
+        del mean[key]
+    last = stage("last", 500, 7, before="mean", note="from the mean")
+    files = made | {"mean": mean, "multi30k-last": last}
+    for name, facts in files.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(facts), "utf-8")
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    text = results.training_text(last)
+    commands = re.findall("^train .*$", text, re.M)
+    assert commands == [f"train {name}" for name in (*made, "mean", "last")]
+    assert "the mean of these 2 models" in text
+    assert text.endswith("(from the mean)")
+    [*_, row, _, commits] = results.multi30k_table()
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells[0] == "en-de"
+    assert cells[-4:] == ["10+0.5k", "0", "2", "157"]
+    assert "`first`+`other`+`mean`+`last`" in commits
+
+
 def test_seeds_of_one_recipe_share_a_line(tmp_path, monkeypatch):
     """Whatever their commits and the bits of their products; no others do."""
     runs = [stage(f"c{n}", 1000, 10 * n) for n in range(5)]

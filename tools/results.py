@@ -25,8 +25,9 @@ python tools/results.py reading ONE OTHER --corpus DIR --commit HASH
                              on the validation set
 python tools/results.py reading ONE OTHER --corpus DIR --commit HASH
     --device TEXT --chosen BEAM WEIGHT
-                             once that is done: what was chosen by it, and the
-                             plain beam of four, on the test set
+                             once that is done: what was chosen by it, the
+                             same with a weight of 0, and the plain beam of
+                             four, on the test set
 python tools/results.py words MODEL... --corpus DIR --commit HASH --device TEXT
                              their BLEU on the test set by the words that
                              sacreBLEU cuts and by those that Moses does (needs
@@ -154,6 +155,23 @@ def stages(result):
     return [s for i, s in enumerate(trained) if s not in trained[:i]]
 
 
+def links(result):
+    """Return the trainings one after another; those of a mean are one link."""
+    if "before" in result:
+        return [*links(read(result["before"])), [result]]
+    return [stages(result)]
+
+
+def commits_of(result):
+    """Return the commits of a training and of what it began with."""
+    own = result["commit"]
+    if "before" in result:
+        return [*commits_of(read(result["before"])), own]
+    if "mean_of" in result:
+        return [*(s["commit"] for s in stages(result)), own]
+    return [own]
+
+
 STAGE = """```sh
 {command}
 ```
@@ -172,17 +190,18 @@ at commit `{commit}`"""
 
 def training_text(result):
     """Return what a card says of how a model was trained."""
-    mean = "mean_of" in result  # then --from tells what began where
-    joint = ",\nthen by\n\n" if mean else ",\nand from there by\n\n"
-    text = joint.join(
-        STAGE.format(
-            remark=f" ({stage['note']})" if stage.get("note") else "", **stage
-        )
-        for stage in stages(result)
-    )
-    if mean:
-        text += MEAN.format(count=len(result["mean_of"]), **result)
-    return text
+
+    def said(stage):
+        remark = f" ({stage['note']})" if stage.get("note") else ""
+        return STAGE.format(remark=remark, **stage)
+
+    if "mean_of" in result:  # their own --from tells what began where
+        text = ",\nthen by\n\n".join(map(said, stages(result)))
+        return text + MEAN.format(count=len(result["mean_of"]), **result)
+    if "before" in result:
+        before = training_text(read(result["before"]))
+        return f"{before},\nand from there by\n\n{said(result)}"
+    return said(result)
 
 
 def cased_of(measured):
@@ -374,7 +393,7 @@ def reading(args):
                 for row in facts["rows"]
                 if row["direction"] == "-".join(way)
                 and (row["beam"], row["back_weight"])
-                in ((4, None), (int(beam), weight))
+                in ((4, None), (int(beam), 0.0), (int(beam), weight))
             ]
         else:
             rows = [
@@ -551,15 +570,15 @@ def multi30k_table():
                 sum(stage["minutes"] for stage in stages(r)) for r in runs
             )
         )
-        steps = with_before(runs[0], lambda r: f"{r['steps'] / 1000:g}") + "k"
-        if recipe["mean"]:  # of many trainings: there is room for sums
-            steps = thousands(sum(s["steps"] for s in stages(runs[0])))
+        steps = [sum(s["steps"] for s in link) for link in links(runs[0])]
+        steps = "+".join(f"{number / 1000:g}" for number in steps) + "k"
+        if recipe["mean"]:  # of many trainings: there is no room for all
             machines = "+".join(sorted({*machines.split("+")}, reverse=True))
         pieces = thousands(runs[0]["config"]["src_vocab"])
-        own = [with_before(r, lambda r: f"`{r['commit']}`") for r in runs]
-        commit = " and ".join(dict.fromkeys(own))
-        commit += f"+`{runs[0]['commit']}`" if recipe["mean"] else ""
-        commits.append(commit)
+        own = [commits_of(r) for r in runs]
+        own = [names[:1] if len({*names}) == 1 else names for names in own]
+        own = ["+".join(f"`{name}`" for name in names) for names in own]
+        commits.append(" and ".join(dict.fromkeys(own)))
         lines.append(
             f"| {name}{both} | **{spread([t['bleu'] for t in test])}** | "
             f"{average([v['bleu'] for v in val])} | "
@@ -816,6 +835,9 @@ GAINS = [  # (what is changed, the result, that which it is compared with)
      "multi30k-en-de-tiny-spellings", "multi30k-en-de-tiny"),
     ("the mean of A, B and C (below)",
      "multi30k-en-de-tiny-spellings-mean", "multi30k-en-de-tiny"),
+    ("sixth line, then diversified text",
+     "multi30k-en-de-tiny-written-by-models",
+     "multi30k-en-de-tiny-spellings-mean"),
     ("both directions first, then one",
      "multi30k-en-fr-tiny-both", FRENCH),
 ]  # fmt: skip
