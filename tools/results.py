@@ -838,6 +838,8 @@ GAINS = [  # (what is changed, the result, that which it is compared with)
     ("sixth line, then diversified text",
      "multi30k-en-de-tiny-written-by-models",
      "multi30k-en-de-tiny-spellings-mean"),
+    ("the same once more", "diversified-twice",
+     "multi30k-en-de-tiny-written-by-models"),
     ("both directions first, then one",
      "multi30k-en-fr-tiny-both", FRENCH),
 ]  # fmt: skip
