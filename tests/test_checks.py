@@ -374,6 +374,16 @@ SLIPS = {
         "torch.cat([texts, words[..., None]], -1)",
         "beam_search_is_exact_at_both_ends",
     ),
+    "a beam that fills the places of what has ended": (
+        "room = [width - len(ended[row]) for row in alive.tolist()]",
+        "room = [width for row in alive.tolist()]",
+        "beam_search_finds_what_the_plain_one_does",
+    ),
+    "a plain beam without a limit of its own": (
+        "if len(ids) == limit:  # it may only end",
+        "if len(ids) == limit + 1:",
+        "beam_search_finds_what_the_plain_one_does",
+    ),
     "a search that stops too soon": (
         "if any(h.score >= hope[a] for h in ended[row]):",
         "if ended[row]:",
