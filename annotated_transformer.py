@@ -105,8 +105,8 @@
 # * Why divide by √d_k? *3.2.1 Scaled dot-product attention*
 # * How do the view and the transpose of the heads work, and how does the mask
 #   broadcast over them? *3.2.2 Multi-head attention*
-# * Why dropout on attention weights, which the paper does not mention? *3.2.2
-#   Multi-head attention*
+# * Why dropout on attention weights, which Section 5.4 does not mention?
+#   *3.2.2 Multi-head attention*
 # * Which mask does cross-attention take? *3.2.3 Three uses, two masks*
 # * Why mask the columns of padding, and not the rows? *3.2.3 Three uses, two
 #   masks*
@@ -596,7 +596,17 @@ def line_chart(series, x, y, title, description, log=()):
         x=[x for xs, _ in series.values() for x in xs],
         y=[float(f"{y:.5g}") for _, ys in series.values() for y in ys],
     )
-    scale = {k: alt.Scale(type="log", nice=False) for k in log}
+    axes = {name: {"title": title} for name, title in (("x", x), ("y", y))}
+    for name in log:
+        axes[name]["title"] += " (log scale)"
+        axes[name]["scale"] = alt.Scale(type="log", nice=False)
+        steps = 1, 2, 5  # times a power of ten; where that is too much, 1
+        if data[name].max() > 5000 * data[name].min():
+            steps = (1,)
+        marks = [step * 10**power for power in range(-9, 15) for step in steps]
+        low, high = data[name].min(), data[name].max()
+        marks = [mark for mark in marks if low <= mark <= high]
+        axes[name]["axis"] = alt.Axis(values=marks)
     legend = alt.Legend(title=None, labelLimit=300, symbolSize=400)
     names = {
         "scale": alt.Scale(domain=list(series)),
@@ -606,8 +616,8 @@ def line_chart(series, x, y, title, description, log=()):
         alt.Chart(data, title=title)
         .mark_line(strokeWidth=2.5)
         .encode(
-            alt.X("x:Q", title=x, scale=scale.get("x", alt.Undefined)),
-            alt.Y("y:Q", title=y, scale=scale.get("y", alt.Undefined)),
+            alt.X("x:Q", **axes["x"]),
+            alt.Y("y:Q", **axes["y"]),
             alt.Color("line:N", **names),
             alt.StrokeDash("line:N", **names),
         )
@@ -624,7 +634,8 @@ def heat_maps(panels, x, y, title, description, **options):
     """Matrices {name: (matrix, row labels, column labels)} side by side.
 
     All panels share one colour scale. `options`: `domain` (default 0 to
-    1), `scheme`, `legend`, `cell` in pixels, `columns` in the grid.
+    1), `scheme`, `legend`, `cell` in pixels, `columns` in the grid,
+    `numbers`: the format in which each is written into its cell.
     """
     alt = altair()
     cell, domain = options.get("cell", 24), options.get("domain", (0, 1))
@@ -648,16 +659,19 @@ def heat_maps(panels, x, y, title, description, **options):
         axis = alt.Axis(labelExpr=token, ticks=False)
         axis.labelOverlap = True
         size = {"width": cell * len(columns), "height": cell * len(rows)}
-        charts.append(
-            alt.Chart(data, title=name, **size)
-            .mark_rect()
-            .encode(
-                alt.X("column:N", sort=None, title=x, axis=axis),
-                alt.Y("row:N", sort=None, title=y, axis=axis),
-                hue,
-                [alt.Tooltip(f"{k}:N") for k in ("row", "column", "value")],
-            )
+        places = alt.Chart(data).encode(
+            alt.X("column:N", sort=None, title=x, axis=axis),
+            alt.Y("row:N", sort=None, title=y, axis=axis),
         )
+        shown = [alt.Tooltip(f"{k}:N") for k in ("row", "column", "value")]
+        layers = [places.mark_rect().encode(hue, tooltip=shown)]
+        if "numbers" in options:
+            dark = alt.datum.value < sum(domain) / 2
+            ink = alt.condition(dark, alt.value("white"), alt.value("black"))
+            text = alt.Text("value:Q", format=options["numbers"])
+            numbers = places.mark_text(fontSize=11).encode(text, color=ink)
+            layers.append(numbers)
+        charts.append(alt.layer(*layers, title=name, **size))
     grid = alt.concat(*charts, columns=options.get("columns", 4))
     return grid.properties(title=title, description=description)
 
@@ -1452,7 +1466,7 @@ class Config:
     d_ff: int = 2048
     h: int = 8  # heads
     dropout: float = 0.1
-    attention_dropout: float = 0.0  # on attention weights: not in the paper
+    attention_dropout: float = 0.0  # the paper gives no rate for it
     norm_first: bool = False  # the paper's is post-norm
     shared: bool = True  # one matrix for source, target and output
 
@@ -1477,8 +1491,8 @@ class Config:
                 f"{self.src_vocab} and {self.tgt_vocab}"
             )
         for name in ("dropout", "attention_dropout"):
-            if not 0 <= getattr(self, name) < 1:
-                raise InputError(f"{name} must be in [0, 1)")
+            if not 0 <= (value := getattr(self, name)) < 1:
+                raise InputError(f"{name} must be in [0, 1), not {value}")
 
 
 # %% [markdown]
@@ -1960,7 +1974,7 @@ def why_divide_by_the_root():
     undivided, divided = (widths, raw), (widths, scaled)
     return line_chart(
         {"softmax(q·k)": undivided, "softmax(q·k / √d_k)": divided},
-        "d_k (log scale)",
+        "d_k",
         "largest of 16 weights",
         "Without the division, attention becomes a hard choice",
         "Line chart: the largest of 16 attention weights against d_k. "
@@ -2352,12 +2366,12 @@ def ask(q, K, V): ...
 
 
 # %% [markdown]
-# **Scores of a thousand** (two lines). The weights are e^score as a share of
-# the row's sum. But e¹⁰⁰⁰ is more than a float can hold, and e⁻¹⁰⁰⁰ is 0.
-# The cell takes e to differences of scores only, at the price of a loop in a
-# loop. (Where that is too much for a float, the share is 1/inf, which is 0, as
-# it should be.) Write the softmax yourself, with `exp` and `sum`, so that no
-# score is too large or small.
+# **Scores of a thousand** (two lines). The weights are $e^{score}$, each as a
+# share of the row's sum. But e¹⁰⁰⁰ is more than a float can hold, and e⁻¹⁰⁰⁰
+# is 0. The cell takes e to differences of scores only, at the price of a loop
+# in a loop. (Where that is too much for a float, the share is 1/inf, which is
+# 0, as it should be.) Write the softmax yourself, with `exp` and `sum`, so
+# that no score is too large or small.
 
 
 # %%
@@ -2418,7 +2432,8 @@ softmax_in_loops.judged_by(
 #     return shares / shares.sum(dim=-1, keepdim=True)
 # ```
 #
-# A shift by m divides each e^score by e^m, and so their sum: the shares stay.
+# A shift by m divides each $e^{score}$ by $e^m$, and so their sum: the shares
+# stay.
 #
 # </details>
 
@@ -2523,9 +2538,9 @@ def attention_at_once(q, blocks):
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Keep the largest score so far, the sum of e^(score − largest), and the same
-# sum with each term times its value. When a larger score comes, by what
-# factor do both sums shrink?
+# Keep the largest score so far, the sum of $e^{score - largest}$, and the same
+# sum with each term times its value. When a larger score comes, by what factor
+# do both sums shrink?
 #
 # </details>
 
@@ -2697,13 +2712,15 @@ def splitting_wrongly():
 # attention weights of the last call are kept for the charts, but only in
 # evaluation mode (after `.eval()`), where nothing is dropped.
 #
-# **Asked often:** why dropout on attention weights, which the paper does not
+# **Asked often:** why dropout on attention weights, which Section 5.4 does not
 # mention? So that no query relies on one key alone. A row need then not sum to
 # 1 any more; only its mean over many draws does.
 #
-# *Beyond the paper*: `attention_dropout` drops attention weights. The paper
-# does not mention it, so it is 0. (Its published code has it as a setting: 0
-# in its first base model, 0.1 in its second, which is pre-norm.)
+# *Fills a gap in the paper*: `attention_dropout` drops attention weights.
+# Section 5.4 does not name it. Section 6.3 does, in passing and without a rate
+# (dropout of attention was among the few things tried for parsing, it says,
+# and points to 5.4). So it is 0 here. (The published code has it as a setting:
+# 0 in its first base model, 0.1 in its second, which is pre-norm.)
 
 
 # %%
@@ -4919,12 +4936,13 @@ class TurningAttention(MultiHeadAttention):
 # French it had 32,000, found by a similar method, WordPiece; Wu et al.,
 # 2016.)
 #
-# The recipe has three steps. Begin with letters. Count which two
-# neighbours stand together most often in the training text, join them into
-# one new piece, and note the *merge*. Repeat until there are as many pieces
-# as you want. Frequent words end up whole, rare ones as a few pieces, and a
-# word never seen before falls into parts that have been. A mark `▁` before
-# each word remembers where the spaces were.
+# The recipe has three steps. Begin with letters. Count which two neighbours
+# within a word stand together most often in the training text (for that, how
+# often each word occurs is all one needs to know), join them into one new
+# piece, and note the *merge*. Repeat until there are as many pieces as you
+# want. Frequent words end up whole, rare ones as a few pieces, and a word
+# never seen before falls into parts that have been. A mark `▁` before each
+# word remembers where the spaces were.
 
 
 # %%
@@ -5157,10 +5175,11 @@ def padding_waste():
 
 
 # %% [markdown]
-# Tried on drawn pairs, longer than captions, with 25,000 places a side, as
-# many as the paper has tokens, and the padding of both sides. Similar lengths
-# must save nine tenths of the padding that batches at random would have, and a
-# batch must hold 25,000 real tokens a side, give or take 15%.
+# Tried on drawn pairs, longer than captions. The budget is 25,000 places a
+# side (the paper has 25,000 tokens), and the padding of both sides is counted.
+# Similar lengths must save nine tenths of the padding that batches at random
+# would have, and the batches must hold 25,000 real tokens a side in the mean,
+# give or take 15%.
 
 
 # %% tags=["claim"]
@@ -5187,8 +5206,8 @@ def like_lengths_waste_little(places=25_000, by_length=True):
     near = all(abs(mean / places - 1) < 0.15 for mean in means)
     return ours < 0.1 * other and near, (
         f"{ours:.2f} places of padding for each token, against {other:.2f} in "
-        f"batches at random; a batch holds {means[0]:,.0f} source and "
-        f"{means[1]:,.0f} target tokens"
+        f"batches at random; in the mean a batch holds {means[0]:,.0f} source "
+        f"and {means[1]:,.0f} target tokens"
     )
 
 
@@ -5551,9 +5570,9 @@ def table_2_counts_operations(busy=1.0):
 #
 # $$lrate = d_{model}^{-0.5} \cdot \min(n^{-0.5},\; n \cdot w^{-1.5})$$
 #
-# Here n is the number of the update, from 1 on, and w the number of
-# *warm-up* updates, 4,000 in the paper. By hand: base peaks at n = 4,000,
-# with 512^−0.5 · 4000^−0.5 = 0.0442 · 0.0158 = 0.0007.
+# Here n is the number of the update, from 1 on, and w the number of *warm-up*
+# updates, 4,000 in the paper. By hand: base peaks at n = 4,000, with
+# $512^{-0.5} \cdot 4000^{-0.5} = 0.0442 \cdot 0.0158 = 0.0007$.
 #
 # *Beyond the paper*: `factor` scales the whole curve, since other models and
 # batches want another peak.
@@ -5830,14 +5849,16 @@ def evaluation_is_deterministic():
 
 # %% [markdown]
 # Where it falls, counted: once for each sub-layer, and once for each stack's
-# sum of embedding and position. (Attention weights would be a third kind.)
+# sum of embedding and position. (Attention weights would be a third kind; of
+# those Section 5.4 does not speak.) Then those that were counted are switched
+# off, and two passes must be equal: nothing else is left to chance.
 
 
 # %% tags=["claim"]
 @claim(
     "5.4",
     "dropout falls on each sub-layer's output and on both sums of embedding "
-    "and position (and nowhere else, as we read it)",
+    "and position (as Section 5.4 has it, and nowhere else)",
     unless={"attention_dropout": 0.1},
 )
 def dropout_falls_in_two_places(N=6, p=0.1, attention_dropout=0.0):
@@ -5851,19 +5872,28 @@ def dropout_falls_in_two_places(N=6, p=0.1, attention_dropout=0.0):
         if isinstance(part, Dropout):
             owner = name.replace(".residuals.", ".residuals").split(".")[-2]
             part.register_forward_hook(partial(count, owner.rstrip("012")))
-    model(*torch.randint(4, 14, (2, 8, 12)))
+    src, tgt = torch.randint(4, 14, (2, 8, 12))
+    model(src, tgt)
     found = {place: times for place, times in found.items() if times}
     wanted = {"residuals": 5 * N, "position": 2}
+    for part in model.modules():
+        if isinstance(part, Dropout):
+            part.p = 0
+    rest = 0 if model(src, tgt).equal(model(src, tgt)) else "some"
     words = ", ".join(f"{n} times in {place}" for place, n in found.items())
-    return found == wanted, f"of {N} and {N} layers: {words}"
+    return found == wanted and not rest, (
+        f"of {N} and {N} layers: {words}; {rest} elsewhere"
+    )
 
 
 # %% [markdown]
 # **Label smoothing** (Szegedy et al., 2016). The label says: this word, with
 # probability 1. To get there, the logits would have to grow without end. With
 # smoothing ε = 0.1 the target is softer: 0.9 for the right word, and 0.1
-# spread evenly over all V words of the vocabulary, so that each row still sums
-# to 1. Rows of padding are all zero: they ask for nothing.
+# spread evenly over all V words of the vocabulary, the right one included, so
+# that each row still sums to 1. (*Fills a gap in the paper*, which does not
+# say over which words: Szegedy et al. take all V, and so do we.) Rows of
+# padding are all zero: they ask for nothing.
 
 
 # %%
@@ -5934,6 +5964,7 @@ def picture_of_smoothed_targets():
         "the others. The row of padding is zero.",
         legend="target",
         cell=34,
+        numbers=".2~f",
     )
 
 
@@ -6018,7 +6049,7 @@ def divergence_has_the_same_gradient():
 #
 # **The floor** (four lines). With smoothing the loss of a token can't fall to
 # 0. It is least where the model gives just the targets, and there it is their
-# entropy. How much is that, for V words and smoothing ε, without a loop?
+# entropy. How much is that, for V words and smoothing ε > 0, without a loop?
 
 
 # %%
@@ -6026,7 +6057,7 @@ def divergence_has_the_same_gradient():
 def least_loss_in_loops(vocab, smoothing):
     """The entropy of the target for one label; natural logarithms."""
     [target] = smoothed_targets(torch.tensor([EOS]), vocab, smoothing)
-    return -sum(p * math.log(p) for p in target.tolist())
+    return -sum(p * math.log(p) for p in target.tolist() if p)
 
 
 # %% [markdown]
@@ -6095,20 +6126,22 @@ def least_loss(vocab, smoothing): ...
 @exercise
 def gradient_by_shaking(logits, labels):
     """logits (R, V), labels (R,) -> (R, V), of the sum over rows."""
+    kind, logits = logits.dtype, logits.double()  # for so small a step
     result, h = torch.zeros_like(logits), 1e-4
     for place in itertools.product(*map(range, logits.shape)):
         for step in (h, -h):
             shaken = logits.clone()
             shaken[place] += step
             result[place] += smoothed_loss(shaken, labels) / (2 * step)
-    return result
+    return result.to(kind)
 
 
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# The loss of a row is log Σ e^z − Σ t z, with targets t that sum to 1. What is
-# the derivative of log Σ e^z?
+# The loss of a row is $-\sum t \log p$, and $\log p = z - \log \sum e^z$, with
+# logits z. As the targets t sum to 1, that is $\log \sum e^z - \sum t z$. What
+# is the derivative of $\log \sum e^z$?
 #
 # </details>
 
@@ -6481,8 +6514,9 @@ def step_memory():
 # All is as before, but for the mask: above the diagonal the scores are
 # replaced (`-inf` is shown), and the weights 0.
 #
-# By hand: *Anna* may look at `<s>` and at itself, in head 1 with
-# exp(10.986) / (exp(10.986) + exp(10.939)) = 0.512 and the rest.
+# By hand: *Anna* may look at `<s>` and at itself. In head 1 the weight of
+# `<s>` is exp(10.986) / (exp(10.986) + exp(10.939)) = 0.512, and its own is
+# what is left, 0.488.
 
 
 # %%
@@ -6585,12 +6619,13 @@ def step_words():
 # unit is awake (not 0) in one row only, that of `<s>`: so one term is all.
 # Three steps lead back to it.
 #
-# 1. From the loss to the logits. The loss of a row is log Σ e^z − Σ y z; the
-#    derivative of the first part with respect to a logit is its p, of the
-#    second its y. So it is (p − y) / 4, for the loss is the mean of four rows.
-#    (*The gradient of the loss*, an exercise of Section 5.4.) From a logit to
-#    the state: it was a product with a row of E. So the gradient at a state is
-#    the sum of E's rows, weighted by these differences.
+# 1. From the loss to the logits. With z for the logits of a row, its loss is
+#    $\log \sum e^z - \sum y z$; the derivative of the first part with respect
+#    to a logit is its p, of the second its y. So a logit's gradient is (p − y)
+#    / 4, for the loss is the mean of four rows. (*The gradient of the loss*,
+#    an exercise of Section 5.4.) From a logit to the state: it was a product
+#    with a row of E. So the gradient at a state is the sum of E's rows,
+#    weighted by these differences.
 # 2. From the norm's result back to its sum s. Write n for the result, g for
 #    the gradient at it, and σ for the root of the variance. Since mean and
 #    variance depend on s too, the gradient at s is
@@ -6702,9 +6737,9 @@ def add_and_norm(row, other):
 
 
 def paper_attention(name, rows, memory=None):
-    """Attention of rows at the memory, or at themselves (decoder: back)."""
+    """Attention of rows at the memory or themselves, residual and norm."""
     W_Q, W_K, W_V, W_O = on_paper(name)
-    causal = name.startswith("decoder") and memory is None
+    causal = name.startswith("decoder") and memory is None  # only back
     keys = [row_times(row, W_K) for row in memory or rows]
     values = [row_times(row, W_V) for row in memory or rows]
     results = []
@@ -6775,7 +6810,7 @@ def paper_gives_the_same():
 #
 # The settings of a run stand in one place, with the paper's numbers as
 # defaults. The lines under *Beyond the paper* are off; pass over them until
-# *Levers*.
+# *Levers beyond the paper*.
 
 
 # %%
@@ -6791,8 +6826,8 @@ class Recipe:
     max_tokens: int = 4096  # so many at once: round(25,000 / 4,096) = 6 times
     clip: float | None = None  # largest gradient norm; the paper has none
     seed: int = 0
-    # Beyond the paper, explained under "Levers", but `half`, which is of
-    # "Making it fast"; off unless asked for:
+    # Beyond the paper, and off unless asked for. `half` is explained in
+    # "Making it fast", the others in "Levers beyond the paper":
     decay: str = "root"  # or "linear", to reach 0 after the last update
     ema: float = 0.0  # decay of the moving average of the weights
     r_drop: float = 0.0  # weight of the distance between two passes
@@ -6806,13 +6841,16 @@ class Recipe:
 
     def __post_init__(self):
         for name in ("steps", "warmup", "batch_tokens", "max_tokens"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} must be at least 1")
+            if (value := getattr(self, name)) < 1:
+                raise InputError(f"{name} must be at least 1, not {value}")
         if self.max_tokens > self.batch_tokens:
-            raise InputError("max_tokens must not exceed batch_tokens")
+            raise InputError(
+                f"max_tokens ({self.max_tokens:,}) must not exceed "
+                f"batch_tokens ({self.batch_tokens:,})"
+            )
         for name in ("smoothing", "ema", "bpe_dropout"):
-            if not 0 <= getattr(self, name) < 1:
-                raise InputError(f"{name} must be in [0, 1)")
+            if not 0 <= (value := getattr(self, name)) < 1:
+                raise InputError(f"{name} must be in [0, 1), not {value}")
         if not 0 <= self.seed < 2**32:
             raise InputError("seed must be at least 0 and below 2**32")
         if not 0 < self.factor < math.inf:
@@ -6910,8 +6948,12 @@ def training(
 ):
     """Train, yielding an Update after each; `done` were made before.
 
-    Of the levers in the recipe, `decay` and `clip` act here; the others are
-    for `train_translator` (*Training that lasts*), which calls this.
+    `gradient(model, part, tokens, smoothing)` adds a part's gradient and
+    returns its summed loss: `backward`, or a quicker form of it.
+
+    Of what the recipe has beyond the paper, `clip` and `decay` act here; the
+    others are for `train_translator` (*Training that lasts*), which calls
+    this.
 
     `batches` must not run out before the last update (InputError), as
     `stream` never does.
@@ -6953,12 +6995,16 @@ def rate_is_the_formula():
     model = tiny_model()
     recipe = Recipe(steps=12, warmup=5, batch_tokens=40, max_tokens=40)
     pairs = [([5, 6, EOS], [BOS, 5, 6, EOS])] * 20
-    optimizer = adam(model)
+    optimizer, used = adam(model), []  # the rate at each of its steps
+    optimizer.register_step_pre_hook(
+        lambda its, *_: used.append(its.param_groups[0]["lr"])
+    )
     for update in training(model, stream(pairs, 40), recipe, optimizer):
         n = update.step
         formula = 32**-0.5 * min(n**-0.5, n * 5**-1.5)
-        assert math.isclose(optimizer.param_groups[0]["lr"], formula)
+        assert math.isclose(used[-1], formula)
         assert math.isclose(update.rate, formula)
+    assert len(used) == 12
 
 
 # %% [markdown]
@@ -7699,8 +7745,8 @@ def what_the_machine_can_do():
 # $$\frac{\partial L}{\partial z} = \mathrm{softmax}(z) - t$$
 #
 # the probabilities found minus those wanted (t is the smoothed target). The
-# loss itself needs log Σ e^z, and has it for nothing: it is the largest z
-# minus the logarithm of the largest probability. Two products of matrices
+# loss itself needs $\log \sum e^z$, and has it for nothing: it is the largest
+# z minus the logarithm of the largest probability. Two products of matrices
 # carry the gradient on, one to the states and one to the embedding matrix.
 # Padding is left out from the start.
 
@@ -8733,9 +8779,8 @@ def roofline_of_this_machine():
 # too, for they are read in half or a quarter of the time. One matrix, which
 # never leaves the processor's own memory, may even lie above the roof; so may
 # both lines at the right, for the rate of products was measured with weights
-# that are not laid out. At the left, the matrices in turn stay below it, with
-# one row, in the run stored here, at half of it: the rate of reading is that
-# of a plain sum, and a product does not reach it.
+# that are not laid out. At the left, the matrices in turn stay below it: the
+# rate of reading is that of a plain sum, and a product does not reach it.
 #
 # The faster a machine multiplies, at the same rate of reading, the more rows
 # it needs to be busy. On two cores of an AMD EPYC the limits met at 8 to 13
@@ -10761,7 +10806,7 @@ def big_costs_a_quarter(language="French"):
 # with α = 0.6:
 #
 # $$\mathrm{score}(Y) = \frac{\log P(Y \mid X)}{lp(Y)}, \qquad
-# lp(Y) = \left(\frac{5 + |Y|}{6}\right)^{\alpha}$$
+# lp(Y) = \left(\frac{5 + {|Y|}}{6}\right)^{\alpha}$$
 #
 # Here X is the source, Y a translation, and |Y| its length in words. (*Fills
 # gaps in the paper*: |Y| counts `</s>`; and a beginning that has reached the
@@ -11158,7 +11203,7 @@ def beam_chart(translator, sentence, width=4):
     found, nodes, edges = growing_beam(translator, sentence, width)
     x, y, x2, y2 = zip(*edges)
     step, place, word, score = zip(*nodes)
-    room = max(40, min(52, 576 // max(step)))  # for a word, on a page
+    room = min(72, 8 + 6.5 * max(map(len, word)))  # for a word
     axis = alt.Axis(tickMinStep=1, grid=False, format="d")
     scale = alt.Scale(domain=(0, max(step) + 0.5), nice=False)
     down = alt.Y("place:O", title="place in the beam")
@@ -11187,7 +11232,8 @@ def beam_chart(translator, sentence, width=4):
             legend=alt.Legend(orient="bottom", direction="horizontal"),
         )
     )  # fmt: skip
-    labels = words.mark_text(fontSize=10).encode(text="word:N", color=dark)
+    labels = words.mark_text(fontSize=10, limit=room - 6)
+    labels = labels.encode(text="word:N", color=dark)
     chart = (lines + boxes + labels).properties(
         width=room * max(step),
         height=36 * width,
@@ -12143,7 +12189,8 @@ def variations_in_small():
         high=[round(m + h, 4) for m, h in zip(means, halves)],
     )
     rows = alt.Y("row:N", sort=None, title="what is changed")
-    x = partial(alt.X, title="change of the held-out loss (above 0: worse)")
+    title = "change of the held-out loss (above 0: worse)"
+    x = partial(alt.X, title=title, axis=alt.Axis(tickCount=5))
     bars, points, zero = (
         alt.Chart(found).mark_rule(strokeWidth=3, color=PALETTE[0]),
         alt.Chart(found).mark_point(filled=True, size=90, color=PALETTE[1]),
@@ -12236,9 +12283,10 @@ def smoothing_improves_accuracy(seeds=3, updates=300, first=0):
 
 
 # %% [markdown]
-# The mean of the last five checkpoints (Section 6.1), taken every five
-# updates, on the unsmoothed runs from above. (Checkpoints from all over the
-# training, 60 updates apart, should make it worse.)
+# The mean of the last five checkpoints (*6.1 Averaging checkpoints*; the paper
+# does not say what it brings), taken every five updates, on the unsmoothed
+# runs from above. (Checkpoints from all over the training, 60 updates apart,
+# should make it worse.)
 
 
 # %% tags=["claim"]
@@ -12424,12 +12472,16 @@ def draw_tree(rng, rules, symbol="S"):
 
 
 # %%
+def without_slash(symbol):
+    return symbol.split("/")[0]
+
+
 def brackets(tree):
     """The tokens of a tree, each closing bracket with its label."""
     symbol, *parts = tree
     if isinstance(parts[0], str):
         return parts
-    label = symbol.split("/")[0]
+    label = without_slash(symbol)
     inside = [token for part in parts for token in brackets(part)]
     hidden = label.startswith("+")
     return inside if hidden else [f"({label}", *inside, f"){label}"]
@@ -12470,11 +12522,15 @@ def combine(cell, rules, parts):
         cell[symbol] = number, best, tree
 
 
-def readings(words, table):
-    """How many trees a sentence has, and the best: (number, score, tree)."""
+def readings(words, table, called=str):
+    """How many trees a sentence has, and the best: (number, score, tree).
+
+    `called`: what the rules of the table call a class of words.
+    """
     chart = {}
     for i, word in enumerate(words):
-        chart[i, i + 1] = {tag: (1, 0.0, (tag, word)) for tag in TAGS[word]}
+        tags = map(called, TAGS[word])
+        chart[i, i + 1] = {tag: (1, 0.0, (tag, word)) for tag in tags}
         for tag, found in list(chart[i, i + 1].items()):
             combine(chart[i, i + 1], table.get((tag,), ()), [found])
     for width in range(2, len(words) + 1):
@@ -12497,8 +12553,12 @@ def readings(words, table):
 
 
 # %%
+def without_words(tokens):
+    return " ".join(t if t[0] in "()" else "w" for t in tokens)
+
+
 def shape(tree):
-    return " ".join(t if t[0] in "()" else "w" for t in brackets(tree))
+    return without_words(brackets(tree))
 
 
 def draw_treebank(size, low, high, seed):
@@ -12527,24 +12587,24 @@ def treebank(size=6000):
 
 # %% [markdown]
 # How much would be open without words and agreement? Count the rules in the
-# training trees, and forget what stands behind the slashes. (The classes of
-# the words are kept.) That is a grammar learned from examples, as parsers of
-# the nineties had it, and it can choose the best tree as well: our baseline.
+# training trees, and forget what stands behind the slashes. That is a
+# *treebank grammar* (Charniak, 1996), the simplest parser that is learned from
+# trees, and it can choose the best tree as well: our baseline. It is given
+# what the network is not, the classes of the words and the parts that the
+# trees hide. It lacks what better ones have: some look at the words
+# themselves, and the BerkeleyParser splits its symbols until they fit, as
+# *Noun/s* and *Noun/p* do.
 
 
 # %%
 def counted_rules(trees):
-    """{left: {right: how often}} of trees, for labels without their slash."""
-
-    def plain(symbol):
-        return symbol if symbol in WORDS_OF else symbol.split("/")[0]
-
+    """{left: {right: how often}} of trees, for symbols without their slash."""
     rules, open_ = {}, list(trees)
     while open_:
         symbol, *parts = open_.pop()
         if not isinstance(parts[0], str):
-            right = tuple(plain(part[0]) for part in parts)
-            rules.setdefault(plain(symbol), Counter())[right] += 1
+            right = tuple(without_slash(part[0]) for part in parts)
+            rules.setdefault(without_slash(symbol), Counter())[right] += 1
             open_ += parts
     return rules
 
@@ -12552,7 +12612,8 @@ def counted_rules(trees):
 def parse_by_rules(trees, train):
     """For each tree, the (number, score, tree) of a grammar from `train`."""
     table = by_right_side(counted_rules(train))
-    return [readings(leaves(brackets(tree)), table) for tree in trees]
+    rows = [leaves(brackets(tree)) for tree in trees]
+    return [readings(words, table, without_slash) for words in rows]
 
 
 # %% [markdown]
@@ -12666,7 +12727,7 @@ def parse_scores_by_hand():
 # The same network and the same training as before, only smaller. One
 # vocabulary holds words and brackets, and a tree is written greedily. Half a
 # minute, and it parses. (*Beyond the paper*: the rate falls to 0 on a straight
-# line, see *Levers*.)
+# line, see *Levers beyond the paper*.)
 
 # %%
 PARSER = dict(N=2, d_model=64, d_ff=128, h=4, dropout=0.0)
@@ -12714,12 +12775,14 @@ def trees_of_both(part="test", updates=1400):
 
 @example
 def parsing_new_sentences():
+    kinds = parse_scores([], [])
+    print(" " * 22, *(f"{kind:>11}" for kind in kinds), sep="")
     for part in ("test", "longer"):
         *both, right = trees_of_both(part)
         for name, trees in zip(("Transformer", "counted rules"), both):
-            scores = parse_scores(trees, right).items()
-            shares = "  ".join(f"{k} {v:.1%}" for k, v in scores)
-            print(f"{part:6}  {name:13}  {shares}")
+            scores = parse_scores(trees, right).values()
+            shares = "".join(f"{score:11.1%}" for score in scores)
+            print(f"{part:6}  {name:14}{shares}")
         rows = [(out, leaves(row)) for out, row in zip(both[0], right)]
         bad = [(out, words) for out, words in rows if not spans(out, words)]
         other = sum(leaves(out) != words for out, words in bad)
@@ -12762,45 +12825,71 @@ def of_pattern(pattern, number, seed=0):
 
 @example
 def what_decides(updates=1400):
+    trained = Counter(map(shape, treebank()["train"]))
+    print("                exact  trained on  the first output")
     for name, pattern in PATTERNS.items():
         trees = of_pattern(pattern, 50)
         outputs, right = parse(parser_model(updates), trees)
         exact = parse_scores(outputs, right)["exact"]
-        print(f"{name:14} {exact:4.0%} ", *outputs[0])
+        print(
+            f"{name:14} {exact:6.0%} {trained[shape(trees[0])]:11,} ",
+            *outputs[0],
+        )
 
 
 # %% [markdown]
 # **What to notice.** Where a word decides, the tree is right each time (in the
 # run stored here). Where agreement decides between two nouns, or a verb at the
-# very end, the network often errs: few sentences of the training set ask for
-# that, and half a minute is not long.
+# very end, the network often errs. But look at the second column: how many
+# training sentences had this shape. A tool or a part it has met by the hundred
+# or the dozen, *first agrees* a few times, and two of the six never (*one more
+# verb* is of a shape that was held out). So this can't tell whether agreement
+# is harder to learn than words, or only rarer. (The outputs shown are the
+# first of fifty each, right or wrong.)
 
 # %% [markdown]
 # What the paper says of this task, as far as a small one can tell. First the
-# task itself: a tree is longer than its sentence, and one wrong token ruins
-# it.
+# task itself. A tree is longer than its sentence. And its rules are strict: of
+# all tokens, which ones may come next, so that what has been written can still
+# become a tree of the sentence? (If any words would do, and not just those of
+# the sentence, nearly all might.)
 
 
 # %% tags=["claim"]
+def may_become_a_tree(written, words, of_it=True):
+    """Whether these tokens can begin a tree, of these words or of any."""
+    open_ = []
+    for token in written:
+        if token[0] == "(":
+            open_.append(token[1:])
+        elif token[0] == ")" and open_:
+            open_.pop()
+    rest = words[len(leaves(written)) :]
+    whole = [*written, *rest, *(f"){label}" for label in reversed(open_))]
+    return spans(whole, words if of_it else leaves(whole)) is not None
+
+
 @claim(
     "6.3", "a tree as a sequence is much longer than its sentence, and must "
-    "obey strict rules", toy=True, unless={"changes": 0},
+    "obey strict rules", toy=True, unless={"of_it": False},
 )  # fmt: skip
-def trees_are_long_and_strict(changes=1):
-    draw, rows = random.Random(0), []
-    for tree in draw_treebank(100, 6, 12, seed=2):
-        rows.append(brackets(tree))
-    tokens, still = sorted({t for row in rows for t in row}), 0
+def trees_are_long_and_strict(trees=20, of_it=True):
+    rows = [brackets(tree) for tree in draw_treebank(trees, 6, 12, seed=2)]
+    tokens = sorted(
+        {t for tree in treebank()["train"] for t in brackets(tree)}
+    )
+    allowed, places = 0, 0
     for row in rows:
-        changed = list(row)
-        for i in draw.sample(range(len(row)), changes):
-            changed[i] = draw.choice([t for t in tokens if t != row[i]])
-        still += spans(changed, leaves(row)) is not None
-    ratio = sum(map(len, rows)) / sum(len(leaves(row)) for row in rows)
-    return ratio >= 2 and still <= len(rows) / 10, (
-        f"a tree has {ratio:.1f} times as many tokens as its sentence; with "
-        f"{changes} of them changed at random, {still / len(rows):.0%} are "
-        "still trees of it"
+        places += len(row)
+        for i in range(len(row)):
+            tried = ([*row[:i], token] for token in tokens)
+            words = leaves(row)
+            allowed += sum(may_become_a_tree(t, words, of_it) for t in tried)
+    ratio = places / sum(len(leaves(row)) for row in rows)
+    return ratio >= 2 and allowed / places <= len(tokens) / 10, (
+        f"a tree has {ratio:.1f} times as many tokens as its sentence; in the "
+        f"mean {allowed / places:.1f} of {len(tokens)} tokens may come next "
+        f"in a tree of {'it' if of_it else 'some sentence'}"
     )
 
 
@@ -12828,24 +12917,34 @@ def the_model_learns_to_parse(updates=1400):
 # %% [markdown]
 # The paper's model, trained on the same 40,000 trees alone, was better than a
 # parser built on a grammar. We compare ours, by F1, with the rules counted in
-# its own training trees. Would another test set have told the same? The
-# bootstrap tells (see *Is it better, or lucky?*): 400 sentences are drawn
-# again and again from the 400 of the test, and both parsers are scored on
-# them. The difference must be above 0 in 39 drawings of 40, or below it in as
-# many. (With `measure="exact"` whole trees are counted.)
+# its own training trees, which are a much simpler parser than the paper's (see
+# above). Would another test set have told the same? The bootstrap tells (see
+# *Is it better, or lucky?*), but not with sentences: those of one shape fail
+# together, and another test set would have other shapes. So as many shapes as
+# the test has are drawn again and again from its own, each with all its
+# sentences, and both parsers are scored on them. The difference must be above
+# 0 in 39 drawings of 40, or below it in as many. (With `measure="exact"` whole
+# trees are counted. What another seed would bring, this does not tell.)
 
 
 # %% tags=["claim"]
 def difference_by_drawings(ones, others, right, measure, drawings=2000):
     """Where 95 % of the differences of a score lie: (from, to)."""
-    fixed, n = torch.Generator().manual_seed(0), len(right)
+    shapes = [without_words(tokens) for tokens in right]
+    places = {name: i for i, name in enumerate(dict.fromkeys(shapes))}
+    group = torch.tensor([places[name] for name in shapes])
+    fixed, n = torch.Generator().manual_seed(0), len(places)
     draws = torch.randint(n, (drawings, n), generator=fixed)
+
+    def by_shape(trees):
+        """The counts of each shape's sentences, summed (n, 6)."""
+        rows = [parse_counts(*pair) for pair in zip(trees, right)]
+        sums = torch.zeros(n, 6, dtype=torch.long)
+        return sums.index_add_(0, group, torch.tensor(rows))
+
     one, other = (
-        shares_of(counts[draws].sum(1))[measure]  # (M,)
-        for counts in (
-            torch.tensor([parse_counts(*pair) for pair in zip(trees, right)])
-            for trees in (ones, others)
-        )
+        shares_of(by_shape(trees)[draws].sum(1))[measure]  # (M,)
+        for trees in (ones, others)
     )
     ends = torch.tensor([0.025, 0.975]).double()
     return (one - other).quantile(ends).tolist()
@@ -12853,10 +12952,10 @@ def difference_by_drawings(ones, others, right, measure, drawings=2000):
 
 @claim(
     "6.3", "it parses better than a grammar, from the same sentences alone",
-    toy=True, unless={"measure": "exact"}, full={"updates": 3000},
+    toy=True, unless={"part": "longer"}, full={"updates": 3000},
 )  # fmt: skip
-def parses_better_than_a_grammar(updates=1400, measure="F1"):
-    *both, right = trees_of_both("test", updates)
+def parses_better_than_a_grammar(updates=1400, measure="F1", part="test"):
+    *both, right = trees_of_both(part, updates)
     ours, rules = (parse_scores(trees, right) for trees in both)
     low, high = difference_by_drawings(*both, right, measure)
     return None if low <= 0 <= high else low > 0, (
@@ -12886,21 +12985,24 @@ for _name, _text in (
 # model of Vinyals and Kaiser is a recurrent one that writes trees as a
 # sequence (Vinyals et al., 2015), Petrov's is the BerkeleyParser (Petrov et
 # al., 2006), and Dyer's the recurrent neural network grammar (Dyer et al.,
-# 2016).
+# 2016), of which there are two kinds. (The table calls the training of the
+# second *generative*. That is a kind of model; it, too, learned from the
+# 40,000 trees. And Vinyals et al. say themselves that with few trees their
+# model, if it has attention, is as good as standard parsers; the table has
+# 88.3 for it.)
 
 
 # %% tags=["claim"]
 TABLE_4 = {
     "the 40,000 trees": {
         "Vinyals & Kaiser": 88.3, "Petrov": 90.4, "Zhu": 90.4, "Dyer": 91.7,
-        "Transformer": 91.3,
+        "Dyer, generative": 93.3, "Transformer": 91.3,
     },
     "more sentences": {
         "Zhu": 91.3, "Huang & Harper": 91.3, "McClosky": 92.1,
         "Vinyals & Kaiser": 92.1, "Transformer": 92.7,
     },
     "other tasks": {"Luong": 93.0},
-    "a generative model": {"Dyer": 93.3},
 }  # fmt: skip
 
 
@@ -12912,9 +13014,10 @@ TABLE_4 = {
 )
 def beats_a_parser_made_for_it(name="Transformer"):
     scores = TABLE_4["the 40,000 trees"]
-    return scores[name] > scores["Petrov"], (
+    grammar, recurrent = scores["Petrov"], scores["Vinyals & Kaiser"]
+    return scores[name] > grammar > recurrent, (
         f"by the paper's numbers {name} has {scores[name]}, the "
-        f"BerkeleyParser {scores['Petrov']}"
+        f"BerkeleyParser {grammar}, the recurrent model {recurrent}"
     )
 
 
@@ -12931,7 +13034,7 @@ def better_than_all_but_one(alike=False):
         ours = row.get("Transformer", math.inf) if alike else best
         ahead |= {(name, how): f1 for name, f1 in row.items() if f1 > ours}
     of = "what had the same training" if alike else f"its best, {best}"
-    return {name for name, _ in ahead} == {"Dyer"}, (
+    return {name.split(",")[0] for name, _ in ahead} == {"Dyer"}, (
         f"by the paper's numbers, compared with {of}, those ahead are "
         + " and ".join(f"{n} ({how}) {f1}" for (n, how), f1 in ahead.items())
     )
@@ -13025,7 +13128,8 @@ def attention_maps_sum_to_one():
 # A sentence with much that is difficult: the adverb in front (*heute*) moves
 # the subject (*der alte Lehrer*) behind the verb, and the participle
 # (*gegeben*) waits at the end. Here is the cross-attention in the last layer
-# of the model trained in *A real example*, in all its heads.
+# of the model trained in *A real example: German to English*, in all its
+# heads.
 
 # %%
 SENTENCE = "heute hat der alte Lehrer dem Kind einen Apfel gegeben ."
@@ -13138,10 +13242,11 @@ def explorer_data(tables):
     )
     weights = (
         weights.transform_filter(head)
-        .transform_calculate(percent="split(datum.percent, ' ')")
-        .transform_calculate(key="sequence(length(datum.percent))")
-        .transform_flatten(["percent", "key"])
-        .transform_calculate(percent="toNumber(datum.percent)")
+        # New names: a second choice reads the table as the first has left it.
+        .transform_calculate(parts="split(datum.percent, ' ')")
+        .transform_calculate(key="sequence(length(datum.parts))")
+        .transform_flatten(["parts", "key"])
+        .transform_calculate(percent="toNumber(datum.parts)")
     )
     known = truth if len(tables[2]) else None
     return weights, words.transform_calculate(word=plain), known
@@ -13193,7 +13298,8 @@ def explorer_heat(weights, words, truth, place, near):
         .add_params(near)
     )  # fmt: skip
     ring = {"shape": "circle", "filled": False, "size": 80, "strokeWidth": 2.5}
-    rings = truth and truth.mark_point(stroke=PALETTE[1], **ring).encode(
+    ring |= {"stroke": PALETTE[1], "opacity": 1}
+    rings = truth and truth.mark_point(**ring).encode(
         alt.X("key:Q", scale=across, **axis),
         alt.Y("query:Q", scale=down, **axis),
     )
@@ -13257,8 +13363,10 @@ def attention_explorer(translator, sentences, alignments=(), head=1):
             lines.properties(width=110, height=size),
             spacing=8,
         )
+        .resolve_scale(color="independent", strokeWidth="independent")
         .add_params(*switches)
         .properties(
+            autosize=alt.AutoSizeParams(type="pad", resize=True),
             title="Who looks at whom",
             description="Attention explorer: a heat map of the weights of one "
             "head, queries down, keys across, and the same weights as lines "
@@ -14380,8 +14488,9 @@ class MovingAverage:
 #
 # (The model in `runs/en-de` is the one that the command under *Multi30k,
 # measured* trains; `results/model-de-en` is the published one.) With `--from`,
-# a model that has learned the real pairs can go on with the larger corpus; by
-# our measurements that is the better way (*The levers, measured*).
+# a model that has learned the real pairs can go on with the larger corpus. Of
+# our two ways, of one recipe each, only that one gained (*The levers,
+# measured*).
 
 # %% [markdown]
 # **The mean of several trainings** (Wortsman et al., 2022, who call it a
@@ -14676,8 +14785,8 @@ def reading_back_weighs_both_verdicts():
 # ought to refuse the bug.
 #
 # The task is to copy 3 to 6 digits, the model a very small one, which learns
-# it in 170 updates. (At the end the rate falls to 0, as in *Levers*, so that
-# the weights come to rest.)
+# it in 170 updates. (At the end the rate falls to 0, as in *Levers beyond the
+# paper*, so that the weights come to rest.)
 
 
 # %%
@@ -15453,20 +15562,49 @@ def sha256(path):
     return digest.hexdigest()
 
 
+class NotWritten(OSError):
+    """A file that could not be written: which, why, and what to do."""
+
+
+@contextlib.contextmanager
+def naming(path):
+    """What fails to be written in here is named; else the system does not."""
+    try:
+        yield
+    except OSError as error:
+        why = error.strerror or error
+        raise NotWritten(
+            f"{path}: not written ({why}); make room, or see that you may "
+            "write there"
+        ) from None
+
+
+def check_place(folder):
+    """InputError if nothing may be written there: soon, not after hours."""
+    folder = Path(folder)
+    there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    if not os.access(there, os.W_OK):
+        raise InputError(f"{there}: you may not write there; name another")
+
+
 def write_whole(path, write):
     """Call `write` on a temporary path, then move the result into place."""
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:  # the number: other processes may write the same file
-        write(unfinished)
-        with unfinished.open("rb+") as file:
-            os.fsync(file.fileno())  # a power cut may come as well
-        os.replace(unfinished, path)
+        with naming(path):
+            write(unfinished)
+            with unfinished.open("rb+") as file:
+                os.fsync(file.fileno())  # a power cut may come as well
+            os.replace(unfinished, path)
     except (OSError, RuntimeError, KeyboardInterrupt) as error:
-        unfinished.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)
         if not isinstance(error, RuntimeError):
             raise
         why = str(error).split("\n")[0]  # torch.save says this of a full disk
-        raise OSError(f"{path}: not written; no space left? ({why})") from None
+        raise NotWritten(
+            f"{path}: not written; no space left? ({why})"
+        ) from None
 
 
 def load_tensors(path, device="cpu", mmap=False):
@@ -15676,17 +15814,24 @@ class Lines:
                 some = itertools.islice(file, 0, None, step)
                 for number, line in zip(itertools.count(1, step), some):
                     if b"\0" in line:  # no letter of UTF-8 has it
+                        wide = number == 1 or line.startswith(b"\0")
                         raise InputError(
                             f"{self.path}, line {number}: zero bytes, as "
                             "UTF-16 has; convert it, e.g. iconv -f utf-16 "
                             "-t utf-8"
+                            if wide
+                            else f"{self.path}, line {number}: a zero byte; "
+                            "delete it, e.g. tr -d '\\000'"
                         )
                     yield line.decode().removeprefix("\ufeff").strip()
         except UnicodeDecodeError:
             raise InputError(
-                f"{self.path}, line {number}: not UTF-8; convert it, e.g. "
-                "iconv -f latin1 -t utf-8"
+                f"{self.path}, line {number}: not UTF-8; convert it from the "
+                "encoding that it has, e.g. iconv -f cp949 -t utf-8 (and look "
+                "at the result, for some encodings fit any file)"
             ) from None
+        except PermissionError:
+            raise InputError(f"{self.path}: you may not read it") from None
         except (OSError, EOFError, zlib.error) as error:
             raise InputError(
                 f"{self.path}: cannot be read: {error}; fetch or make it anew"
@@ -15696,7 +15841,8 @@ class Lines:
         """InputError if there is nothing but white space."""
         if not any(self):
             raise InputError(
-                f"{self.path}: the file is empty; give it a sentence a line"
+                f"{self.path}: the file is empty, or has empty lines alone; "
+                "give it a sentence a line"
             )
 
 
@@ -15714,11 +15860,12 @@ def read_lines(path):
 # %% tags=["plumbing"]
 def find_part(folder, part, language):
     """The file of a part of a corpus in a language, or None."""
-    for ending in ("", ".gz"):
-        path = folder / f"{part}.{language}{ending}"
-        if path.is_file():
-            return path
-    return None
+    paths = [folder / f"{part}.{language}{end}" for end in ("", ".gz")]
+    there = [path for path in paths if path.is_file()]
+    if len(there) > 1:
+        names = " and ".join(path.name for path in there)
+        raise InputError(f"{folder}: both {names} are there; remove one")
+    return there[0] if there else None
 
 
 def part_sides(folder, part, src, tgt):
@@ -15727,13 +15874,16 @@ def part_sides(folder, part, src, tgt):
     for language in (src, tgt):
         path = find_part(folder, part, language)
         if path is None:
-            there = ", ".join(sorted(p.name for p in folder.glob("*.*")))
-            other = "" if part in ("train", "val") else (
-                "; --split val measures what training validates on"
-            )  # fmt: skip
+            files = (p.name for p in folder.glob("*.*") if p.is_file())
+            there = ", ".join(sorted(files)) or "no file"
+            remedy = {
+                "train": "the endings are those of --src and --tgt",
+                "val": "add it, or take the other val file away, and some of "
+                "the training pairs are for validation",
+            }.get(part, "--split val measures what training validates on")
             raise InputError(
                 f"{folder}: no {part}.{language} or {part}.{language}.gz; "
-                f"there is: {there or 'nothing'}{other}"
+                f"there is: {there}; {remedy}"
             )
         sides.append(Lines(path))
     return sides
@@ -15984,15 +16134,21 @@ class Texts:
             digest.update(f"{', ' if kept else ''}{text}".encode())
             kept += len(portion)
         digest.update(b"]")
-        if not kept:
-            for side in self.sides:
-                side.check()
-            raise InputError(
-                f"{self.corpus}: no pair of sentences to train on; where "
-                "there are no val.*, one of 50 is set aside, and its copies"
-            )
+        for side in () if kept else self.sides:
+            side.check()
         held = len(range(0, self.lines, self.held)) if self.held else 0
         empty = self.lines - held - kept - self.copies
+        if not kept:
+            aside = (
+                f"; where there are no val.*, one of {self.held} is set "
+                f"aside, and its copies: here {held + self.copies:,}"
+            )
+            raise InputError(
+                f"{self.corpus}: no pair of sentences to train on; of "
+                f"{self.lines:,} pairs {empty:,} have an empty side"
+                + aside
+                * bool(self.held)
+            )
         facts = {"pairs": kept, "empty": empty, "data": digest.hexdigest()}
         return facts | ({"copies": self.copies} if self.copies else {})
 
@@ -16222,13 +16378,15 @@ def pack(translator, texts, cut=None, longest=100, folder=None):
                     lengths.extend((len(src), len(tgt)))
                     ids.extend(src + tgt)
                 number += 1
-            ids.tofile(file)
+            with naming(f"a passing file in {folder or 'the system folder'}"):
+                ids.tofile(file)
         if not lengths:
             raise InputError(
                 f"no pair of the corpus has at most {longest} tokens a side; "
                 "give each sentence a line of its own"
             )
-        file.flush()
+        with naming(f"a passing file in {folder or 'the system folder'}"):
+            file.flush()
         content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     tokens = torch.frombuffer(content, dtype=kind)
     lengths = torch.frombuffer(lengths, dtype=torch.int32).view(-1, 2)
@@ -16289,7 +16447,7 @@ class EncodedCorpus:
     def __init__(self, texts, path, **wanted):
         self.texts, self.path = texts, path
         self.wanted = {"format": 1, "files": texts.digests(), **wanted}
-        self.stored, self.changed = None, []
+        self.stored, self.changed, self.held_before = None, [], None
         try:
             stored = torch.load(path, mmap=True, weights_only=True)
             facts = json.loads(stored["facts"])
@@ -16301,6 +16459,7 @@ class EncodedCorpus:
         except Exception:  # none yet, damaged, or something else
             return
         self.changed = [k for k in now if now[k] != before.get(k)]
+        self.held_before = before.get("held")
         if whole and not self.changed:
             self.stored, texts.facts = stored, facts["texts"]
 
@@ -16308,6 +16467,14 @@ class EncodedCorpus:
         """Say which file of the corpus is not what a run began with."""
         files = self.wanted["files"]
         names = [name for name in files if name in self.changed]
+        was, now = self.held_before, self.wanted["held"]
+        if was is not None and bool(was) != bool(now):
+            raise InputError(
+                f"{folder}: cannot resume, val files were "
+                f"{'added' if was else 'taken away'} since the run began, by "
+                "which other pairs are for training; put them back as they "
+                "were, or start anew with another --out"
+            )
         if "held" in self.changed and not names:
             raise InputError(
                 f"{folder}: cannot resume, an older version of this program "
@@ -16534,9 +16701,15 @@ def check_same_facts(saved, facts, folder):
             shown = ""  # too long to help
         elif isinstance(before, dict) and isinstance(value, dict):
             check_same_facts(before, value, folder)  # names the setting
+        option = {
+            "src_vocab": "the size of the vocabulary (--pieces)",
+            "tgt_vocab": "the size of the vocabulary (--pieces)",
+            "languages": "the direction (--src, --tgt)",
+        }
         raise InputError(
-            f"{folder}: cannot resume, {name} has changed{shown}; leave it as "
-            "it was, or start anew with another --out"
+            f"{folder}: cannot resume, {option.get(name, name)} has "
+            f"changed{shown}; leave it as it was, or start anew with another "
+            "--out"
         )
 
 
@@ -16582,8 +16755,8 @@ class Log:
     def write(self, step, **values):
         if not first():
             return
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, **values}) + "\n")
+        with naming(self.path), self.path.open("a", encoding="utf-8") as f:
+            f.write(json.dumps({"step": step, **values}) + "\n")
         for name, value in values.items() if self.board else ():
             self.board.add_scalar(name, value, step)
             self.board.flush()  # or a kill loses it
@@ -18582,7 +18755,10 @@ QUANTIZATIONS = (
 # can't be checked here, the line says why.) Not all are findings. Where the
 # paper says how it is built (what is added, shared, dropped), *verified* means
 # that our code does so and works; where it compares its own numbers, that they
-# add up. The two of Section 5.3 that name Xiong et al. are theirs.
+# add up. And some are not the paper's own. The two of Section 5.3 that name
+# Xiong et al. are theirs. Of three settings of Section 6.1 (the beam, the
+# search that ends early, the mean of checkpoints) the paper says that it uses
+# them, not what they bring: that they help is what one expects.
 
 # %% tags=["plumbing"]
 VERDICTS = (
@@ -18768,6 +18944,8 @@ def run_claims(args):
         raise InputError("--resume needs the file of --out")
     path = Path(args.out) if args.out else None
     record = found_before(path) if path else {}
+    if path:
+        check_place(path.parent)
     names = args.names or sorted(CLAIMS, key=by_section)
     if not args.resume:  # else old findings would look like those of this run
         record = {n: record[n] for n in record if n not in names}
@@ -18914,6 +19092,8 @@ def run_train(args):
         raise InputError(
             f"{folder}: nothing to resume (no checkpoint.pt); {remedy}"
         )
+    for home in (folder, args.cache or folder):
+        check_place(home)
     announce(device)
     if args.tensorboard:
         check_tensorboard()
@@ -18936,7 +19116,8 @@ def run_train(args):
     note_launch(folder)
     tell_of_pairs(train, recipe)
     count = parameter_count(translator.model.to(device)) / 1e6
-    say(f"{args.preset}: {count:.1f} million weights")
+    sizes = f"the model of {args.start}" if args.start else args.preset
+    say(f"{sizes}: {count:.1f} million weights")
     ema = recipe.ema
     run = Run(
         translator, adam(translator.model),
@@ -18977,7 +19158,13 @@ def tell_of_pairs(train, recipe):
             f"not in the vocabulary, in {signs.total():,} places: {few}{more} "
             "(read as unknown, and never written)"
         )
-    seen = recipe.steps * recipe.batch_tokens / int(train.widths().sum())
+    places = recipe.accumulate * recipe.max_tokens  # of an update
+    if abs(places / recipe.batch_tokens - 1) > 0.05:
+        say(f"note: an update has {places:,} places, not "
+            f"{recipe.batch_tokens:,}: --batch-tokens is a whole number of "
+            f"parts of --max-tokens, {recipe.max_tokens:,}")  # fmt: skip
+    parts = math.ceil(int(train.widths().sum()) / recipe.max_tokens)
+    seen = recipe.steps * recipe.accumulate / parts
     epochs_ = f"{seen:,.0f}" if seen >= 9.5 else f"{seen:.1f}"
     say(f"{recipe.steps:,} updates: about {epochs_} epochs")
 
@@ -19020,10 +19207,15 @@ def prepare_training(args, facts, saved, sizes, pieces):
         corpus.refuse(args.out)
     facts["val"] = hashlib.sha256(json.dumps(val).encode()).hexdigest()
     if saved and saved.get("val", facts["val"]) != facts["val"]:
+        which = f"val.{args.src}, val.{args.tgt}"
+        if texts.held:
+            files = corpus.wanted["files"]
+            changed = [name for name in files if name in corpus.changed]
+            which = f"held out of {' and '.join(changed or files)}"
         raise InputError(
-            f"{args.out}: cannot resume, the validation text (val.{args.src}, "
-            f"val.{args.tgt}) changed since the run began; restore it, or "
-            "start anew with another --out"
+            f"{args.out}: cannot resume, the validation text ({which}) "
+            "changed since the run began; restore it, or start anew with "
+            "another --out"
         )
     if start:
         translator = start
@@ -19382,7 +19574,8 @@ def measure(translator, pairs, beam=4, alpha=0.6, back=None, weight=0.25):
         "sentences": len(pairs),
         "decoding_seconds": round(seconds, 1),
         "beam": beam,
-        **({"alpha": alpha} if back is None else {"back_weight": weight}),
+        **({"alpha": alpha} if back is None and beam > 1 else {}),
+        **({"back_weight": weight} if back is not None else {}),
         "bleu": round(lower.score, 2),
         "signature": lower.signature,
         **({} if translator.lowercase else {  # it writes small letters only
@@ -19456,6 +19649,7 @@ def run_evaluate(args):
             raise InputError(f"{args.json}: no such folder; make it first")
         if Path(args.json).is_dir():
             raise InputError(f"{args.json!r} is a folder; name a file in it")
+        check_place(Path(args.json).parent)
     device = pick_device(args.device)
     translator = load_direction(args, device)
     judge = load_back(args, translator, device)
@@ -19747,7 +19941,7 @@ def add_search(option, unless=""):
     """Add the two numbers of a beam search."""
     width = "width of the beam (4); 1: greedy"
     option("--beam", type=int, default=4, metavar="W", help=width)
-    power = "power of the length penalty (0.6)" + unless
+    power = "power of the length penalty (0.6); unused with --beam 1" + unless
     option("--alpha", type=float, default=0.6, metavar="X", help=power)
 
 
@@ -19755,7 +19949,7 @@ def add_model(parser):
     """Add what `translate` and `evaluate` share."""
     option = parser.add_argument
     option("--model", required=True, metavar="DIR", help="the model's folder")
-    add_search(option, "; unused with --back")
+    add_search(option, " or --back")
     text = "the other direction of a model trained with --both"
     option("--reverse", action="store_true", help=text)
     text = "a model of the other direction, to choose from the beam with"
@@ -19931,6 +20125,9 @@ def main(argv):
         if hasattr(stream_, "reconfigure"):
             stream_.reconfigure(encoding="utf-8")
     store, patience = None, 0
+    more = "; training goes on from its last checkpoint by --resume (if there "
+    more += "was none yet, give the same command again)"
+    more *= argv[:1] == ["train"]
     try:
         store = join_processes()
         run_command(argv)
@@ -19945,10 +20142,9 @@ def main(argv):
         return 1
     except OSError as error:  # a full disk, a folder that is not there
         status, words = 2, f"error: {error}"
+        words += more * isinstance(error, NotWritten)
     except KeyboardInterrupt:
-        more = "; training goes on from its last checkpoint by --resume (if "
-        more += "there was none yet, give the same command again)"
-        status, words = 130, "stopped" + more * (argv[:1] == ["train"])
+        status, words = 130, "stopped" + more
     except RuntimeError as error:
         if out_of_memory(error):
             words = "error: out of memory; " + (
@@ -20160,13 +20356,17 @@ def main(argv):
 # | first biases | not said | torch's |
 # | products | not said | 32 bits; 16 for laptop, where it pays |
 # | dropout | exactly p | p to the nearest 1/256 |
+# | on attention weights | named in 6.3, no rate | 0; an option |
 # | length penalty | not said what it counts | `</s>` counts |
 # | beam | 4 | 4; narrower as sentences end |
 # | its power α | 0.6 | 0.6; 1.5 in *Multi30k, measured*, by validation |
 # | greatest length | source + 50 | the same; the source's `</s>` counts |
 # | masked scores | −∞ | the lowest finite number |
 # | batch | 25,000 tokens a side | 24,576 places; fewer for small models |
-# | final weights | mean of the last ones | that, or a better one |
+# | training | one run | in parts (`--from`), or the mean of several |
+# | training text | the corpus | and what models made of it, where said |
+# | levers | none | as a line of *Multi30k, measured* says |
+# | final weights | mean of the last ones | that, the last, a moving average |
 # | 6.2, 6.3 | other sizes; parsing | on toys |
 #
 # Everything else is meant to be the paper's. If you find where it is not,
@@ -20197,6 +20397,7 @@ def main(argv):
 #   Align and Translate*
 # * Britz et al. (2017), *Massive Exploration of Neural Machine Translation
 #   Architectures*
+# * Charniak (1996), *Tree-bank Grammars*
 # * Clark et al. (2019), *What Does BERT Look At? An Analysis of BERT's
 #   Attention*
 # * Dao et al. (2022), *FlashAttention: Fast and Memory-Efficient Exact

@@ -379,22 +379,40 @@ def test_folded_code_opens(desk):
 
 
 def test_a_charts_switch_changes_the_chart(desk):
-    """Each list of choices redraws its chart, and a new theme keeps them."""
+    """Each list of choices redraws its chart, and a new theme keeps them.
+
+    And who comes back to an earlier choice finds what was there.
+    """
     draw_all(desk)
     lists = desk.query_selector_all("figure.chart select")
     assert lists
     for choice in lists:
         figure = choice.evaluate_handle("list => list.closest('figure')")
         look = "figure => figure.querySelector('svg').innerHTML"
-        before = figure.evaluate(look)
         chosen = choice.evaluate("list => list.value")
         values = choice.evaluate("list => [...list.options].map(o => o.value)")
         other = next(value for value in values if value != chosen)
-        choice.select_option(other)
-        desk.wait_for_function(
-            f"([figure, before]) => ({look})(figure) !== before",
-            arg=[figure, before],
-        )
+        marks = f"figure => ({MARKS})(figure.querySelector('svg'))"
+        drawn = figure.evaluate(marks)
+        for value in (other, chosen, other):
+            before = figure.evaluate(look)
+            choice.select_option(value)
+            desk.wait_for_function(
+                f"([figure, before]) => ({look})(figure) !== before",
+                arg=[figure, before],
+            )
+            if value == chosen:
+                assert figure.evaluate(marks) == drawn
+            cut = figure.evaluate(
+                """figure => { const svg = figure.querySelector('svg');
+                const room = svg.getBoundingClientRect();
+                return [...svg.querySelectorAll('text')].filter(text => {
+                    const box = text.getBoundingClientRect();
+                    return box.left < room.left - 1 ||
+                        box.right > room.right + 1;
+                }).map(text => text.textContent); }"""
+            )
+            assert cut == []
         assert choice.evaluate("list => list.labels[0].textContent").strip()
     wanted = [choice.evaluate("list => list.value") for choice in lists]
     desk.check(".theme [value=dark]")

@@ -234,9 +234,17 @@ SLIPS = {
         "recipe.rate(max(step - 1, 1), model",
         "rate_is_the_formula",
     ),
-    "a rate set after the update": (
+    "another rate than the one told": (
         'group["lr"] = rate\n        optimizer.step()',
         'group["lr"] = rate * 0.9\n        optimizer.step()',
+        "rate_is_the_formula",
+    ),
+    "a rate set after the update": (
+        "        for group in optimizer.param_groups:\n"
+        '            group["lr"] = rate\n        optimizer.step()\n',
+        "        optimizer.step()\n"
+        "        for group in optimizer.param_groups:\n"
+        '            group["lr"] = rate\n',
         "rate_is_the_formula",
     ),
     "a wrong constant in the schedule": (

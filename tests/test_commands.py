@@ -1228,7 +1228,7 @@ def test_a_corpus_of_long_lines_only_is_refused(capsys, tmp_path):
     [
         (["--seed", 1], "seed"),
         (["--preset", "base"], "preset"),
-        (["--src", "en", "--tgt", "de"], "languages"),
+        (["--src", "en", "--tgt", "de"], "direction (--src, --tgt)"),
     ],
 )
 def test_a_run_is_not_resumed_as_another(capsys, own, corpus, change, named):

@@ -207,7 +207,8 @@ def test_other_encodings_are_named_with_their_line(tmp_path):
     path.write_bytes(b"eins\nzwei\n" + "Tür\n".encode("latin-1"))
     message = refused(book.read_lines, path)
     assert f"{path}, line 3" in message
-    assert "UTF-8" in message and "iconv -f latin1" in message
+    assert "UTF-8" in message and "iconv -f" in message
+    assert "latin1" not in message  # which fits any file, and tells nothing
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
@@ -217,6 +218,14 @@ def test_a_file_in_utf_16_is_not_taken_for_text_with_zeros(tmp_path, encoding):
     path.write_bytes("eins\nzwei\n".encode(encoding))
     message = refused(book.read_lines, path)
     assert f"{path}, line 1" in message and "iconv -f utf-16" in message
+
+
+def test_a_stray_zero_byte_is_not_taken_for_another_encoding(tmp_path):
+    path = tmp_path / "train.de"
+    path.write_bytes(b"eins\nzw\0ei\n")
+    message = refused(book.read_lines, path)
+    assert f"{path}, line 2" in message
+    assert "iconv" not in message and "tr -d" in message
 
 
 def test_other_encodings_are_found_in_compressed_files_too(tmp_path):
@@ -249,7 +258,52 @@ def test_damage_inside_a_compressed_file_is_named(tmp_path):
     assert str(path) in refused(book.read_lines, path)
 
 
+def test_a_file_that_may_not_be_read_is_not_called_damaged(
+    tmp_path, monkeypatch
+):
+    path = tmp_path / "train.de"
+    path.write_text("eins\n", encoding="utf-8")
+
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(book, "open", refuse, raising=False)
+    message = refused(book.read_lines, path)
+    assert str(path) in message and "may not read" in message
+
+
 # --------------------------------------------------------------------- a part
+
+
+def test_a_plain_file_beside_a_compressed_one_is_refused(folder):
+    (folder / "val.de.gz").write_bytes(gzip.compress(b"eins\n"))
+    message = refused(book.read_pairs, folder, "val", "de", "en")
+    assert "val.de and val.de.gz" in message and str(folder) in message
+
+
+def test_what_is_no_file_is_not_listed_as_one(folder):
+    (folder / "val.de").unlink()
+    (folder / "val.de").symlink_to("nowhere")
+    message = refused(book.read_pairs, folder, "val", "de", "en")
+    listed = message.split("there is: ")[1].split("; ")[0].split(", ")
+    assert "val.en" in listed and "val.de" not in listed
+    assert "take the other val file away" in message
+
+
+def test_the_cause_is_named_where_no_pair_is_left(folder):
+    """All pairs lack a side; and there are val files."""
+    for language, lines in (("de", "\neins\n"), ("en", "one\n\n")):
+        (folder / f"train.{language}").write_text(lines, encoding="utf-8")
+    texts, _ = book.training_pairs(folder, "de", "en")
+    message = refused(lambda: texts.facts)
+    assert "of 2 pairs 2 have an empty side" in message
+    assert "val." not in message
+    for path in folder.glob("val.*"):
+        path.unlink()
+    for language, lines in (("de", "eins\n\n"), ("en", "one\ntwo\n")):
+        (folder / f"train.{language}").write_text(lines, encoding="utf-8")
+    texts, _ = book.training_pairs(folder, "de", "en")
+    assert "val." in refused(lambda: texts.facts)
 
 
 def test_pairs_are_lines_of_equal_number(folder):

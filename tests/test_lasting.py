@@ -218,6 +218,62 @@ def test_half_a_file_is_never_left_in_the_place_of_a_whole_one(
     assert same_run(out, resume(few, whole, 8, *LEVERS))
 
 
+@pytest.mark.parametrize("error, why", [
+    (OSError(28, "No space left on device"), "No space left"),
+    (PermissionError(13, "Permission denied"), "Permission denied"),
+    (RuntimeError("unexpected pos 64 vs 0\nmore"), "no space left?"),
+])  # fmt: skip
+def test_what_is_not_written_is_named(tmp_path, error, why):
+    """The system names no file, or a passing one."""
+
+    def write(path):
+        path.write_text("ha", encoding="utf-8")
+        raise error
+
+    path = tmp_path / "file"
+    with pytest.raises(book.NotWritten) as found:
+        book.write_whole(path, write)
+    text = str(found.value)
+    assert text.startswith(f"{path}: not written") and why in text
+    assert ".part" not in text and not list(tmp_path.iterdir())
+
+
+def test_a_log_that_cannot_be_written_names_itself_and_the_remedy(
+    capsys, few, tmp_path, monkeypatch
+):
+    def full(self, step, **values):
+        with book.naming(self.path):
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(book.Log, "write", full)
+    out = tmp_path / "out"
+    message = refused(capsys, *training_command(few, out, 4, *LEVERS))
+    assert f"{out}/log.jsonl: not written" in message
+    assert "--resume" in message
+
+
+def test_no_place_is_named_before_anything_is_done(
+    capsys, few, small, tmp_path, monkeypatch
+):
+    def no(path, mode):
+        assert mode == os.W_OK
+        return Path(path) != tmp_path
+
+    monkeypatch.setattr(os, "access", no)
+    for options in ([], ["--cache", tmp_path / "cache"]):
+        out = (tmp_path if not options else few) / "new"
+        message = refused(
+            capsys, *training_command(few, out, 4, *LEVERS), *options
+        )
+        assert f"{tmp_path}: you may not write there" in message
+        assert not out.exists()
+    message = refused(
+        capsys, "evaluate", "--model", small, "--corpus", few,
+        "--json", tmp_path / "x.json",
+    )  # fmt: skip
+    assert f"{tmp_path}: you may not write there" in message
+
+
 def test_ctrl_c_leaves_no_half_file(tmp_path):
     def write(path):
         path.write_text("ha", encoding="utf-8")
@@ -272,7 +328,7 @@ def test_resuming_a_run_that_is_done_adds_nothing(few, whole, tmp_path):
         (["--ema", 0.8], "ema"),
         (["--r-drop", 2], "r_drop"),
         (["--bpe-dropout", 0.3], "bpe_dropout"),
-        (["--pieces", 140], "src_vocab"),
+        (["--pieces", 140], "vocabulary (--pieces)"),
         (["--dropout", 0.3], "dropout"),
         (["--warmup", 6], "warmup"),
         (["--decay", "linear"], "decay"),

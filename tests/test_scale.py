@@ -334,6 +334,40 @@ def test_who_holds_out_other_pairs_cannot_go_on(folder, tmp_path, capsys):
     assert contents(out) == before
 
 
+def test_val_files_that_came_or_went_are_named(folder, tmp_path, capsys):
+    """They decide which pairs are for training; the program is the same."""
+    for path in folder.glob("val.*"):
+        path.rename(tmp_path / path.name)
+    out = trained(folder, tmp_path / "out", 1, *LEARNED)
+    for path in tmp_path.glob("val.*"):
+        path.rename(folder / path.name)
+    command = training_command(folder, out, 2, *LEARNED, "--resume")
+    message = refused(capsys, *command)
+    assert "val files were added" in message and "older" not in message
+    other = trained(folder, tmp_path / "other", 1, *LEARNED)
+    for path in folder.glob("val.*"):
+        path.unlink()
+    command = training_command(folder, other, 2, *LEARNED, "--resume")
+    assert "val files were taken away" in refused(capsys, *command)
+    assert run(capsys, *training_command(folder, out, 2, *LEARNED,
+                                         "--resume"))[0] == 0  # fmt: skip
+
+
+def test_a_held_out_line_that_changed_is_named_with_its_file(
+    folder, tmp_path, capsys
+):
+    for path in folder.glob("val.*"):
+        path.unlink()
+    out = trained(folder, tmp_path / "out", 1, *LEARNED)
+    path = folder / "train.en"
+    lines = path.read_text(encoding="utf-8").splitlines()
+    lines[0] += " changed"  # the first is held out
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    command = training_command(folder, out, 2, *LEARNED, "--resume")
+    message = refused(capsys, *command)
+    assert "held out of train.en)" in message and "val." not in message
+
+
 def test_texts_are_known_by_one_digest(folder):
     """That of all pairs as JSON, by which older checkpoints know theirs."""
     pairs = [(f"eins {n} \u00e4", f"one {n}") for n in range(10_007)]
@@ -504,3 +538,18 @@ def test_the_number_of_epochs_is_said(folder, tmp_path, capsys, both):
     if both:
         places += int(torch.maximum(tgt, src - 1).sum())
     assert float(epochs) == pytest.approx(20 * 500 / places, rel=0.06)
+    assert "note: an update" not in said
+
+
+def test_an_update_of_other_size_than_asked_for_is_said(
+    folder, tmp_path, capsys
+):
+    """Parts are whole: 700 places are one part of 500, and so 500."""
+    said = []
+    for number, batch in enumerate((700, 500)):
+        how = [*LEARNED, "--batch-tokens", batch, "--max-tokens", 500]
+        command = training_command(folder, tmp_path / f"{number}", 20, *how)
+        said.append(run(capsys, *command)[2])
+    assert "an update has 500 places, not 700" in said[0]
+    epochs = [re.findall(r"about ([\d.]+) epochs", text) for text in said]
+    assert epochs[0] == epochs[1] and len(epochs[0]) == 1

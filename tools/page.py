@@ -37,6 +37,7 @@ NOTEBOOK = ROOT / "notebooks" / "annotated_transformer.ipynb"
 MAX_BYTES = 6_000_000
 LONG = 25  # lines: a cell that draws a chart and is longer is folded
 SCALE = 1.5  # pixels of a chart's stored image to one on the page
+LETTERS, LETTERS_IF_SMALL = 78, 88  # of printed lines in that column
 COLUMN = 672  # the width of the page's column in pixels, see style.css
 CHART = "application/vnd.vegalite"
 
@@ -125,8 +126,11 @@ def printed(text):
                 f'<p class="{kind}">{escape(line)}</p>\n' for line in lines
             )
         else:
-            inner = escape("\n".join(lines).strip("\n"), quote=False)
-            html += f'<pre class="out scroll">{inner}</pre>\n'
+            inner = "\n".join(lines).strip("\n")
+            longest = max(map(len, inner.split("\n")))
+            small = " small" * (LETTERS < longest <= LETTERS_IF_SMALL)
+            inner = escape(inner, quote=False)
+            html += f'<pre class="out scroll{small}">{inner}</pre>\n'
     return html
 
 

@@ -23,7 +23,9 @@ DRAWINGS = ROOT / "tools" / "drawings.py"
 SVG = "http://www.w3.org/2000/svg"
 
 NUMBER = r"\d+(?:\.\d+)*"
-SYMBOL = re.compile(r"\b([dW])_(model|ff|[kv1-9A-Z])\b")  # in running text
+SYMBOL = re.compile(  # in running text
+    r"\b([dWPbε])_(model|ff|drop|ls|[kv1-9A-Z])\b"
+)
 SUBSCRIPT = r"<var>\1</var><sub>\2</sub>"
 REFERENCE = re.compile(
     rf"(Section|Equation)s? {NUMBER}(?:(?:,|,? and| to) {NUMBER})*"

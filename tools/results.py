@@ -586,7 +586,7 @@ def multi30k_table():
             f"{minutes} |"
         )
     words = f"Commits, line by line: {', '.join(commits)}."
-    return [*lines, "", *textwrap.wrap(words, 76)]
+    return [*lines, "", *textwrap.wrap(words, 76, break_on_hyphens=False)]
 
 
 def levers_table():
@@ -759,8 +759,9 @@ def claim_lines(facts, verdict=""):
     symbol = found.startswith("d_k")  # which stays small
     text += f"{found if symbol else found[0].upper() + found[1:]}."
     return textwrap.wrap(
-        f"* {text}", 76, subsequent_indent="  ", break_long_words=False
-    )
+        f"* {text}", 76, subsequent_indent="  ",
+        break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip
 
 
 def claims_table():

@@ -136,7 +136,13 @@
     const { color, borderTopColor: pale, fontFamily } = getComputedStyle(figure);
     const words = { labelColor: color, titleColor: color };
     const own = {
-      axis: { ...words, gridColor: pale, domainColor: pale, tickColor: pale },
+      axis: {
+        ...words,
+        gridColor: pale,
+        domainColor: pale,
+        tickColor: pale,
+        labelSeparation: 6,
+      },
       legend: words,
       header: words,
       title: { color, subtitleColor: color },
@@ -155,18 +161,25 @@
       padding: { left: 0, right: 0, top: 12, bottom: 12 },
     });
   }
-  // On a telephone panels stand one below the other, and legends below.
+  // On a telephone panels stand one below the other, legends below, and a
+  // title takes several lines.
   function fit(spec, natural, room) {
     if (natural <= room) return;
     const grid = spec.columns ? spec : spec.encoding?.facet;
     if (grid?.columns) {
       const columns = Math.min(grid.columns, spec.concat?.length ?? Infinity);
       grid.columns = Math.max(1, Math.floor((columns * room) / natural));
-    } else if (spec.mark && !spec.width) {
+    } else if (spec.hconcat) {
+      spec.vconcat = spec.hconcat;
+      delete spec.hconcat;
+    } else if ((spec.mark || spec.layer) && !spec.width) {
       spec.width = room;
       spec.autosize = { type: "fit-x", contains: "padding" };
       Object.assign(spec.config.legend, { orient: "bottom", columns: 1 });
     }
+    const letters = Math.floor(room / 8);
+    const lines = new RegExp(`.{1,${letters}}(?:\\s|$)`, "g");
+    if (spec.title?.length > letters) spec.title = spec.title.match(lines);
   }
   async function draw(figure) {
     const before = drawn.get(figure);
