@@ -164,7 +164,7 @@ def test_a_mean_has_all_its_trainings_each_once(tmp_path, monkeypatch):
     [*_, row, _, commits] = results.multi30k_table()
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     assert cells[0] == "en-de, mean"
-    assert cells[-4:] == ["12k", "0, 1", "2+1", "180"]
+    assert cells[-4:] == ["12", "0–1", "2+1", "180"]
     assert "`first`+`on`+`other`+`mean`" in commits
 
 
@@ -190,7 +190,7 @@ def test_a_run_may_begin_with_a_mean(tmp_path, monkeypatch):
     [*_, row, _, commits] = results.multi30k_table()
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     assert cells[0] == "en-de"
-    assert cells[-4:] == ["10+0.5k", "0", "2", "157"]
+    assert cells[-4:] == ["10+0.5", "0", "2", "157"]
     assert "`first`+`other`+`mean`+`last`" in commits
 
 
