@@ -5891,9 +5891,9 @@ def dropout_falls_in_two_places(N=6, p=0.1, attention_dropout=0.0):
 # probability 1. To get there, the logits would have to grow without end. With
 # smoothing ε = 0.1 the target is softer: 0.9 for the right word, and 0.1
 # spread evenly over all V words of the vocabulary, the right one included, so
-# that each row still sums to 1. (*Fills a gap in the paper*, which does not
-# say over which words: Szegedy et al. take all V, and so do we.) Rows of
-# padding are all zero: they ask for nothing.
+# that each row still sums to 1. Rows of padding are all zero: they ask for
+# nothing. *Fills a gap in the paper*, which does not say over which words:
+# Szegedy et al. take all V, and so do we.
 
 
 # %%
