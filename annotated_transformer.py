@@ -8182,12 +8182,12 @@ def one_means_after_another():
 # **What to notice.** Batches of like length do most. What the others bring
 # depends on the sizes, and on the hour: with 10,000 words and 4,096 places, as
 # `benchmarks/training.py` measures it on captions, products in 16 bits were
-# worth a factor of 1.4 to 1.5 in three calls (two cores, commits 6560740,
-# cfc419b and f01b437), the loss in slices between 1.4 and nothing, and the
-# whole 4.0 to 4.2. Fused attention and fused Adam bring next to nothing there,
-# and a little in the small updates above. And the last form is not at the
-# limit: what remains are the many small operations between the products, which
-# wait for memory.
+# worth a factor of 1.4 to 1.5 in four calls (two cores, commits 6560740,
+# cfc419b, f01b437 and 47d0750), the loss in slices between 1.4 and nothing,
+# and the whole 3.6 to 4.2. Fused attention and fused Adam bring next to
+# nothing there, and a little in the small updates above. And the last form is
+# not at the limit: what remains are the many small operations between the
+# products, which wait for memory.
 #
 # On another processor it is another picture. One with units of its own for
 # products in 16 bits has a limit several times as high with them, and all the
@@ -8786,12 +8786,13 @@ def roofline_of_this_machine():
 # it needs to be busy. On two cores of an AMD EPYC the limits met at 8 to 13
 # rows, and with 64, as many as the benchmarks' sentences, the products in turn
 # had the whole rate (commits d4842f6 and 82fb549). Base's whole greedy
-# decoding made 0.83 and 0.75 of it in two calls (cfc419b; f01b437, which is
-# `results/benchmarks-training.json`); the rest of the time is attention, norms
-# and the choice of words. On two cores of a Xeon that multiplies two to three
-# times as fast it made 0.45 (commit f280988, `…-training-xeon-amx.json` beside
-# it). An NVIDIA H100, with 989 · 10¹² operations a second, weights of 16 bits,
-# and 3.35 · 10¹² bytes a second (its maker's figures), needs some 300 rows.
+# decoding made 0.83, 0.75 and 0.76 of it in three calls (cfc419b, f01b437, and
+# 47d0750, which is `results/benchmarks-training.json`); the rest of the time
+# is attention, norms and the choice of words. On two cores of a Xeon that
+# multiplies two to three times as fast it made 0.45 (commit f280988,
+# `…-training-xeon-amx.json` beside it). An NVIDIA H100, with 989 · 10¹²
+# operations a second, weights of 16 bits, and 3.35 · 10¹² bytes a second (its
+# maker's figures), needs some 300 rows.
 
 
 # %% [markdown]
