@@ -17672,16 +17672,17 @@ def speaks_for_all(store):
 # the steps are a sum, a run went on from another, and the minutes are of all.
 # Minutes are those of the updates alone, on an AMD EPYC without a GPU (seed 1
 # of the third French line, and the last line, on an Intel Xeon; beside seeds 1
-# and 2, and beside small letters, other programs ran). *Cores* are those that
-# a run had; where it is 1, the other was busy with something else (and the
-# English-French run of 5,000 pieces had to share even that one at times).
-# Where there are several seeds, the scores and the minutes are means, and
-# after ± stands the standard deviation. Pieces and steps are in thousands (k).
-# The file of each row, or seed, in `results/` has its command. (While a model
-# trains, validation takes the first 1,000 of the 1,014 sentences, greedily;
-# scores with a beam are of all. So one model may have a loss of 1.083 in one
-# place and of 1.085 in another.) An earlier English-French run (commit
-# `8431fbd`: dropout 0.15, 12,000 updates, products in 32 bits) got 58.7.
+# and 2, beside seed 1 of the ninth German line, and beside small letters,
+# other programs ran). *Cores* are those that a run had; where it is 1, the
+# other was busy with something else (and the English-French run of 5,000
+# pieces had to share even that one at times). Where there are several seeds,
+# the scores and the minutes are means, and after ± stands the standard
+# deviation. Pieces and steps are in thousands (k). The file of each row, or
+# seed, in `results/` has its command. (While a model trains, validation takes
+# the first 1,000 of the 1,014 sentences, greedily; scores with a beam are of
+# all. So one model may have a loss of 1.083 in one place and of 1.085 in
+# another.) An earlier English-French run (commit `8431fbd`: dropout 0.15,
+# 12,000 updates, products in 32 bits) got 58.7.
 #
 # <!-- multi30k: tools/results.py -->
 #
@@ -18091,12 +18092,12 @@ def speaks_for_all(store):
 # from the same weights and text has 42.7 on validation (p = 0.15) and 41.0 on
 # the test set (p = 0.09). Both seeds gain on both sets, then, 0.3 and more.
 # (Their beginning is one, so this says nothing of other first weights.) The
-# mean of their weights has 42.8 on validation, less than the first alone. That
-# is the ninth English-German line; seed 0 is `results/model-en-de` now. The
-# loss of real sentences rises meanwhile, from 1.565 to 1.617, as it did from
-# random weights: who learns from what models write is surer than the real text
-# allows. (What came of the text and what of 5,500 updates more, we have not
-# taken apart. Two more kinds of going on, by a falling rate and by
+# mean of their weights has 42.8 on validation, less than the first alone.
+# These two are the ninth English-German line; seed 0 is `results/model-en-de`
+# now. The loss of real sentences rises meanwhile, from 1.565 to 1.617, as it
+# did from random weights: who learns from what models write is surer than the
+# real text allows. (What came of the text and what of 5,500 updates more, we
+# have not taken apart. Two more kinds of going on, by a falling rate and by
 # BPE-dropout, brought the third line nothing.)
 #
 # Once more, with what the new model makes of the text as well (116,000 pairs,
