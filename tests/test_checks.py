@@ -407,6 +407,26 @@ SLIPS = {
         "pass",
         "beam_scores_are_the_models_own",
     ),
+    "votes that all count the same": (
+        "(power * logs).softmax(0)",
+        "(0 * logs).softmax(0)",
+        "votes_are_counted",
+    ),
+    "votes of those alone that are better": (
+        "zip(votes, runs))",
+        "zip(votes, runs) if v >= votes[runs.index(one)])",
+        "votes_are_counted",
+    ),
+    "agreement in which precision counts more": (
+        "(beta**2 * P + R)",
+        "(P + beta**2 * R)",
+        "votes_are_counted",
+    ),
+    "agreement that spaces take part in": (
+        '"".join(text.split())',
+        "text",
+        "votes_are_counted",
+    ),
     "reading back without the second verdict": (
         "score += weight * verdict / (len(tgt) - 1)",
         "score += weight * score",

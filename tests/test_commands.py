@@ -3,6 +3,7 @@
 import io
 import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -109,9 +110,9 @@ OPTIONS = {
     "--norm-first --dropout --attention-dropout --decay --ema --r-drop "
     "--bpe-dropout --both --lowercase --half --save-every --resume",
     "translate": "--device --model --beam --alpha --reverse --int8 --half "
-    "--back --back-weight --nbest sentence",
+    "--back --back-weight --vote --vote-power --nbest sentence",
     "evaluate": "--device --model --beam --alpha --reverse --int8 --half "
-    "--back --back-weight --json --corpus --split",
+    "--back --back-weight --vote --vote-power --json --corpus --split",
     "average": "--model --out",
     "diversify": "--device --corpus --src --tgt --model --out --beam --alpha",
     "curves": "--model --out",
@@ -716,6 +717,11 @@ class Perfect:
         (["--back", "nowhere", "--back-weight", -1], "--back-weight"),
         (["--back", "nowhere", "--back-weight", "nan"], "--back-weight"),
         (["--back", "nowhere"], "nowhere"),
+        (["--vote-power", 1], "--vote-power needs --vote"),
+        (["--vote", "--beam", 1], "--vote needs a choice: --beam 8"),
+        (["--vote", "--vote-power", -1], "--vote-power"),
+        (["--vote", "--vote-power", "nan"], "--vote-power"),
+        (["--vote", "--back", "nowhere"], "--vote and --back"),
     ],
 )
 def test_impossible_wishes_for_decoding_are_named(capsys, small, more, named):
@@ -826,6 +832,40 @@ def test_evaluate_measures_what_was_read_back(
     right = round(book.bleu(outputs, references, True).score, 2)
     assert figures["bleu"] == right
     assert outputs != one.translate(sources, 6)
+
+
+def test_the_texts_of_the_beam_vote(capsys, small, corpus, tmp_path):
+    """`translate` and `evaluate` take the list in the order of the votes."""
+    model, sources = book.load_translator(small), [*SENTENCES[:2], ""]
+    lists = model.hypotheses(sources, 6)
+    by_votes = {}
+    for power, more in ((1, []), (0, ["--vote-power", 0])):
+        expected = by_votes[power] = book.vote(model, lists, power)
+        how = ["--beam", 6, "--vote", *more]
+        status, lines, _ = translate(capsys, small, *how, *sources)
+        assert (status, lines) == (0, [found[0][1] for found in expected])
+        status, lines, _ = translate(
+            capsys, small, *how, "--nbest", 2, *sources
+        )
+        assert lines == [
+            f"{score:.4f}\t{text}"
+            for found in expected
+            for score, text in [*found, (-math.inf, "")][:2]
+        ]
+    assert by_votes[0] != by_votes[1]
+    path = tmp_path / "figures.json"
+    how = ["--model", small, "--device", "cpu", "--corpus", corpus]
+    how += ["--beam", 6, "--vote", "--vote-power", 0, "--json", path]
+    status, out, _ = run(capsys, "evaluate", *how)
+    figures = json.loads(path.read_text("utf-8"))
+    assert status == 0 and "beam 6, by vote" in out
+    assert figures["vote_power"] == 0 and "alpha" not in figures
+    sources, references = zip(*book.corpus_part(corpus, "test", "de", "en"))
+    found = book.vote(model, model.hypotheses(sources, 6), 0)
+    outputs = [texts[0][1] for texts in found]
+    right = round(book.bleu(outputs, references, True).score, 2)
+    assert figures["bleu"] == right
+    assert outputs != model.translate(sources, 6)
 
 
 def test_only_a_model_of_the_other_direction_reads_back(capsys, small):

@@ -103,6 +103,7 @@ def run():
     seen |= recorded(book.length_penalty, 5)
     back = SimpleNamespace(model=model)
     seen |= recorded(book.read_back, None, back, [], [])
+    seen |= recorded(book.vote, None, [])
     objects = {"Config": model.config, "Batch": batch}
     return seen, objects | {type(m).__name__: m for m in model.modules()}
 

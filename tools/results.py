@@ -28,6 +28,14 @@ python tools/results.py reading ONE OTHER --corpus DIR --commit HASH
                              once that is done: what was chosen by it, the
                              same with a weight of 0, and the plain beam of
                              four, on the test set
+python tools/results.py voting MODEL... --corpus DIR --commit HASH
+    --device TEXT            models whose lists vote, with beams and powers, on
+                             the validation set
+python tools/results.py voting MODEL... --corpus DIR --commit HASH
+    --device TEXT --chosen BEAM POWER
+                             once that is done: what was chosen by it and the
+                             plain beam of four, on the test set; of models
+                             that had no part in the choice, on both sets
 python tools/results.py words MODEL... --corpus DIR --commit HASH --device TEXT
                              their BLEU on the test set by the words that
                              sacreBLEU cuts and by those that Moses does (needs
@@ -40,6 +48,7 @@ python tools/results.py check
 
 import argparse
 import json
+import math
 import re
 import statistics
 import sys
@@ -403,14 +412,11 @@ def reading(args):
             ]
             facts["rows"] += rows
         for row in rows:
-            judge = () if row["back_weight"] is None else (back,)
+            how = {"back": back, "weight": row["back_weight"]}
+            if row["back_weight"] is None:
+                how = {}
             found, _ = book.measure(
-                translator,
-                pairs,
-                row["beam"],
-                args.alpha,
-                *judge,
-                **({"weight": row["back_weight"]} if judge else {}),
+                translator, pairs, row["beam"], args.alpha, **how
             )
             row[part] = {k: found[k] for k in KEPT if k in found}
         if not args.chosen:
@@ -419,6 +425,98 @@ def reading(args):
     settings = {"commit": args.commit, "device": args.device}
     facts |= {f"{part} measured": {**settings, "alpha": args.alpha}}
     write_json(RESULTS / "reading.json", facts)
+
+
+VOTES = {beam: (None, 0.0, 0.5, 1.0, 2.0) for beam in (4, 8, 16)}
+
+
+def scores_of(outputs, references, language):
+    """BLEU and chrF, as `measure` has them."""
+    from sacrebleu.metrics import CHRF
+
+    lower, cased = (
+        book.bleu(outputs, references, case, language)
+        for case in (True, False)
+    )
+    chrf = CHRF().corpus_score(outputs, [references])
+    found = lower.score, cased.score, chrf.score
+    rounded = {name: round(x, 2) for name, x in zip(KEPT, found)}
+    return rounded | {"brevity_penalty": round(lower.bp, 4)}
+
+
+def chances(translator, sources, beam=8):
+    """How probable lists of a beam are: medians of their best, of all."""
+    lists = translator.hypotheses(sources, beam)
+    found = [[math.exp(h.log_prob) for h in one] for one in lists]
+    return {
+        "beam": beam,
+        "best": round(statistics.median(map(max, found)), 5),
+        "all": round(statistics.median(map(sum, found)), 5),
+    }
+
+
+def paired_p(outputs, plain, references):
+    """How often chance does as much, by sacreBLEU's paired bootstrap."""
+    from sacrebleu.metrics import BLEU, CHRF
+    from sacrebleu.significance import PairedTest
+
+    metrics = {
+        "bleu": BLEU(lowercase=True, references=[references]),
+        "chrf": CHRF(references=[references]),
+    }
+    named = [("plain", plain), ("other", outputs)]
+    _, scores = PairedTest(named, metrics, None, test_type="bs")()
+    found = [scores[name][1].p_value for name in ("BLEU", "chrF2")]
+    return dict(zip(metrics, (round(p, 4) for p in found)))
+
+
+def voting(args):
+    """Measure what it brings that the texts of a beam vote."""
+    facts = read("voting") or {"rows": [], "chances": {}}
+    if args.chosen and not facts["rows"]:
+        sys.exit("--chosen by what? first without it, on the validation set")
+    settings = VOTES
+    if args.chosen:
+        beam, power = int(args.chosen[0]), args.chosen[1]
+        settings = {4: (None,), beam: (power,)}
+    rows = {
+        (row["model"], row["beam"], row["power"]): row for row in facts["rows"]
+    }
+    for folder in args.models:
+        translator = book.load_translator(Path(folder))
+        way, name = (translator.src, translator.tgt), Path(folder).name
+        parts = ["val"]
+        if args.chosen:  # on validation only if it had no part in the choice
+            parts = [TEST] if (name, 4, None) in rows else ["val", TEST]
+        for part in parts:
+            pairs = book.corpus_part(args.corpus, part, *way)
+            sources, references = map(list, zip(*pairs))
+            if part == "val":
+                facts["chances"][name] = chances(translator, sources)
+            plain = None
+            for beam, powers in settings.items():
+                lists = translator.hypotheses(sources, beam, args.alpha)
+                for power in powers:
+                    if power is None:
+                        texts = [found[0].tokens for found in lists]
+                        outputs = [*map(translator.join, texts)]
+                    else:
+                        voted = book.vote(translator, lists, power)
+                        outputs = [found[0][1] for found in voted]
+                    row = rows.setdefault(
+                        (name, beam, power),
+                        {"direction": "-".join(way), "model": name}
+                        | {"beam": beam, "power": power},
+                    )
+                    row[part] = scores_of(outputs, references, way[1])
+                    plain = plain or outputs
+                    if args.chosen and outputs is not plain:
+                        row[part]["p"] = paired_p(outputs, plain, references)
+    facts["rows"] = [*rows.values()]
+    settings = {"commit": args.commit, "device": args.device}
+    what = f"{TEST if args.chosen else 'val'} measured"
+    facts[what] = {**settings, "alpha": args.alpha}
+    write_json(RESULTS / "voting.json", facts)
 
 
 def moses(language, texts):
@@ -983,6 +1081,12 @@ def main():
         sub.add_argument(f"--{option}", required=True)
     sub = commands.add_parser("reading")
     sub.add_argument("models", nargs=2, metavar="MODEL")
+    for option in ("corpus", "commit", "device"):
+        sub.add_argument(f"--{option}", required=True)
+    sub.add_argument("--alpha", type=float, default=1.5)
+    sub.add_argument("--chosen", nargs=2, type=float)
+    sub = commands.add_parser("voting")
+    sub.add_argument("models", nargs="+", metavar="MODEL")
     for option in ("corpus", "commit", "device"):
         sub.add_argument(f"--{option}", required=True)
     sub.add_argument("--alpha", type=float, default=1.5)
