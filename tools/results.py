@@ -512,6 +512,10 @@ def voting(args):
                     plain = plain or outputs
                     if args.chosen and outputs is not plain:
                         row[part]["p"] = paired_p(outputs, plain, references)
+        seed = book.load_description(Path(folder))["recipe"]["seed"]
+        for (model, *_), row in rows.items():
+            if model == name:
+                row["seed"] = seed
     facts["rows"] = [*rows.values()]
     settings = {"commit": args.commit, "device": args.device}
     what = f"{TEST if args.chosen else 'val'} measured"
@@ -767,6 +771,80 @@ def reading_table():
     return lines
 
 
+def voting_table():
+    """Return the lines of how votes fared on the validation set."""
+    rows = (read("voting") or {"rows": []})["rows"]
+    cells = {}
+    for row in rows:
+        if (RESULTS / row["model"]).exists():  # these had a part in the choice
+            key = row["beam"], row["power"]
+            cells.setdefault(key, {})[row["direction"]] = row["val"]
+    pairs = sorted(next(iter(cells.values()), {}))
+    lines = [
+        f"| beam | τ | {' | '.join(f'{pair} | chrF' for pair in pairs)} |",
+        "|---" * (2 + 2 * len(pairs)) + "|",
+    ]
+    for (beam, power), found in cells.items():
+        scores = [
+            f"{found[pair][name]:.1f}"
+            for pair in pairs
+            for name in ("bleu", "chrf")
+        ]
+        power = "–" if power is None else f"{power:g}"
+        lines.append(f"| {beam} | {power} | {' | '.join(scores)} |")
+    return lines
+
+
+def voted_rows():
+    """Return [(a model's rows by vote and of the plain beam of four), …]"""
+    rows = (read("voting") or {"rows": []})["rows"]
+    plain = {row["model"]: row for row in rows if row["power"] is None}
+    plain |= {
+        row["model"]: row
+        for row in rows
+        if (row["beam"], row["power"]) == (4, None)
+    }
+    return [
+        (row, plain[row["model"]])
+        for row in rows
+        if TEST in row and row["power"] is not None
+    ]
+
+
+def voted_table():
+    """Return the lines of what was chosen of the votes, on the test set."""
+    lines = [
+        "| pair | seed | val. | voted | test | voted | p | chrF | voted | p |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    groups = {}
+    for pair in voted_rows():
+        groups.setdefault(pair[0]["direction"], []).append(pair)
+    for direction, found in sorted(groups.items()):
+        for row, plain in sorted(found, key=lambda pair: pair[0]["seed"]):
+            lines.append(
+                f"| {direction} | {row['seed']} "
+                f"| {plain['val']['bleu']:.1f} | {row['val']['bleu']:.1f} "
+                f"| {plain[TEST]['bleu']:.1f} | **{row[TEST]['bleu']:.1f}** "
+                f"| {row[TEST]['p']['bleu']:.3f} "
+                f"| {plain[TEST]['chrf']:.1f} | {row[TEST]['chrf']:.1f} "
+                f"| {row[TEST]['p']['chrf']:.3f} |"
+            )
+        if len(found) > 1:
+            cells = [
+                spread([pair[i][part][name] for pair in found])
+                for part, name in (
+                    ("val", "bleu"),
+                    (TEST, "bleu"),
+                    (TEST, "chrf"),
+                )
+                for i in (1, 0)
+            ]
+            cells.insert(4, "")  # no p
+            lines.append(f"| {direction} | all | {' | '.join(cells)} | |")
+    return lines
+
+
 def words_table():
     """Return the lines of what the rule of words does to BLEU."""
     lines = [
@@ -963,6 +1041,10 @@ def gains_table():
         if weight and TEST in row:  # what validation chose
             plain = beams[direction, 4, None]
             found.append((f"read back, a beam of {beam}", [row], [plain]))
+    for row, plain in voted_rows():
+        if (RESULTS / row["model"]).exists():
+            what = f"voting, a beam of {row['beam']}"
+            found.append((what, [row], [plain]))
     lines = [
         "| pair | what | BLEU, val. | test | chrF, val. | test |",
         "|---|---|---|---|---|---|",
@@ -986,6 +1068,8 @@ TABLES = {
     "means": means_table,
     "by heart": heart_table,
     "reading": reading_table,
+    "voting": voting_table,
+    "voted": voted_table,
     "words": words_table,
     "gains": gains_table,
     "levers": levers_table,
