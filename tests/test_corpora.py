@@ -226,6 +226,18 @@ def test_a_stray_zero_byte_is_not_taken_for_another_encoding(tmp_path):
     message = refused(book.read_lines, path)
     assert f"{path}, line 2" in message
     assert "iconv" not in message and "tr -d" in message
+    path.write_bytes(b"ein\0 gutes Wort\nzwei\n")  # told apart by no mark
+    message = refused(book.read_lines, path)
+    assert f"{path}, line 1: a zero byte" in message
+    assert "tr -d" in message and "iconv -f utf-16" in message
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
+def test_utf_16_is_found_where_few_bytes_are_zero(tmp_path, encoding):
+    path = tmp_path / "train.ko"
+    path.write_bytes("그 사람은 책을\n읽고 있습니다\n".encode(encoding))
+    message = refused(book.read_lines, path)
+    assert f"{path}, line 1" in message and "iconv -f utf-16" in message
 
 
 def test_other_encodings_are_found_in_compressed_files_too(tmp_path):
@@ -537,8 +549,11 @@ def test_what_was_held_out_can_be_measured(tmp_path):
     assert "120 and 119 lines" in message
     for path in tmp_path.iterdir():
         path.unlink()
+    write(tmp_path, test_de=["a"], test_en=["b"])
     message = refused(book.pairs_to_measure, tmp_path, "val", "de", "en")
-    assert "no val.de" in message
+    assert "no val.de" in message and "--split names the part" in message
+    assert "take the other" not in message
+    (tmp_path / "test.de").unlink()
     write(tmp_path, val_de=["a"], val_en=["b"])
     found = book.pairs_to_measure(tmp_path, "val", "de", "en")
     assert found == [("a", "b")]

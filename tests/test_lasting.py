@@ -478,6 +478,8 @@ def test_only_snapshots_are_snapshots(few, small, tmp_path):
     later = out / "weights-1000000.pt"
     later.write_bytes(kept[0].read_bytes())
     assert book.snapshots(out) == [*kept, later]
+    assert book.snapshots(out, 3) == kept
+    assert book.snapshots(out, 2) == kept[:1]
     resume(few, out, 5, *details)
     assert own.read_text("utf-8") == "mine"
     assert [p.name for p in book.snapshots(out)] == [
@@ -635,6 +637,9 @@ def test_a_run_cut_short_has_its_mean_examined_too(
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(book.Run, "save", save_and_die)
         trained(few, out, 5, *details)
+    later = torch.load(out / "weights-000003.pt", weights_only=True)
+    later = {name: weight + 1 for name, weight in later.items()}
+    torch.save(later, out / "weights-000004.pt")  # of the longer run
     script_bleu(monkeypatch, [10])
     resume(few, out, 3, *details)
     [entry] = [e for e in book.read_log(out) if "average_val_bleu" in e]

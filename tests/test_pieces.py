@@ -251,6 +251,8 @@ def test_one_text_is_not_taken_for_its_letters(german, beam):
         german.translate("der Mann", beam)
     with pytest.raises(InputError, match=r"such as \[text\]"):
         german.hypotheses("der Mann", beam)
+    with pytest.raises(InputError, match="lists of words"):
+        german.translate_words(["der Mann"], beam)
     for sides in (("der Mann", ["a"]), (["a"], "b"), ("abc", "abc")):
         with pytest.raises(InputError, match=r"such as \[text\]"):
             book.bleu(*sides)

@@ -91,6 +91,9 @@ def test_plain_takes_back_what_fast_did():
     assert {book.ByteDropout, book.FusedAttention, book.HalfLinear} <= {
         type(part) for part in model.modules()
     }
+    without = [type(part) for part in book.fast(model).modules()]
+    assert book.HalfLinear not in without
+    assert {book.ByteDropout, book.FusedAttention} <= {*without}
     book.plain(model)
     assert [type(part) for part in model.modules()] == classes
 

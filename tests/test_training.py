@@ -429,6 +429,13 @@ def test_without_dropout_r_drop_is_plain_training():
 # Averages
 
 
+@pytest.mark.parametrize("layers", [(), (1, 2), (2, 1)])
+def test_only_weights_of_one_size_have_a_mean(layers):
+    states = [book.tiny_model(N=N).state_dict() for N in layers]
+    with pytest.raises(InputError, match="sizes"):
+        book.average_weights(states)
+
+
 def test_a_moving_average_follows_and_ends_at_constant_weights():
     model = book.tiny_model()
     moving = book.MovingAverage(model, 0.9)

@@ -832,16 +832,16 @@ def voted_table():
             )
         if len(found) > 1:
             cells = [
-                spread([pair[i][part][name] for pair in found])
-                for part, name in (
-                    ("val", "bleu"),
-                    (TEST, "bleu"),
-                    (TEST, "chrf"),
+                summary([pair[i][part][name] for pair in found])
+                for part, name, summary in (
+                    ("val", "bleu", spread),
+                    (TEST, "bleu", spread),
+                    (TEST, "chrf", average),  # the line has an end
                 )
                 for i in (1, 0)
             ]
-            cells.insert(4, "")  # no p
-            lines.append(f"| {direction} | all | {' | '.join(cells)} | |")
+            scores, others = " | ".join(cells[:4]), " | ".join(cells[4:])
+            lines.append(f"| {direction} | all | {scores} | | {others} | |")
     return lines
 
 
