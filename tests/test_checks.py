@@ -427,6 +427,31 @@ SLIPS = {
         "text",
         "votes_are_counted",
     ),
+    "Adam's usual numbers": (
+        "betas = (0.9, 0.98)",
+        "betas = (0.9, 0.999)",
+        "adam_has_the_papers_numbers",
+    ),
+    "Adam's usual ε": (
+        "eps=1e-9",
+        "eps=1e-8",
+        "adam_has_the_papers_numbers",
+    ),
+    "padding that is seen within a text": (
+        "return padding_mask(tokens) & causal_mask(",
+        "return causal_mask(",
+        "padding_changes_nothing",
+    ),
+    "dropout that lets the mean sink": (
+        "return x * keep / (1 - self.p)",
+        "return x * keep",
+        "what_dropout_keeps_grows",
+    ),
+    "merges that are counted in the first words": (
+        "words = {w: join_pair(pieces, best) for w, pieces in words.items()}",
+        "counts = {w: c for w, c in counts.items()}",
+        "pieces_give_the_word_back",
+    ),
     "reading back without the second verdict": (
         "score += weight * verdict / (len(tgt) - 1)",
         "score += weight * score",
