@@ -18625,12 +18625,13 @@ def an_election():
 
 
 # %% [markdown]
-# **What to notice.** *Two dogs play* is the likeliest, but more of the eight
-# have *playing*, and the text that is elected is close to all of those. Of the
-# child the elected text is half as probable as the first; it has the letters
-# of *reading* in common with others. The probabilities are small: nearly all
-# of the second sentence's lies on texts that the beam does not hold, and have
-# no vote.
+# **What to notice.** *Two dogs play* is the likeliest. But the four texts with
+# *playing* have together a little more of the probability than the four with
+# *play*, 18 % and 17, and the elected one is like all of them. Of the child
+# the elected text is two thirds as probable as the first; it has the letters
+# of *is reading* in common with others. The probabilities are small: nearly
+# all of the second sentence's lies on texts that the beam does not hold, and
+# have no vote.
 
 
 # %% [markdown]
