@@ -18376,7 +18376,7 @@ def speaks_for_all(store):
 #
 # **Voting** (*Levers beyond the paper*). The three published models, each
 # alone, on the validation set: beams of four, eight and sixteen, plain (α =
-# 1.5, the first three rows that have no τ) and by votes (commit `97ceb9f`,
+# 1.5; the rows without τ) and by votes (commit `97ceb9f`,
 # `results/voting.json`):
 #
 # <!-- voting: tools/results.py -->
@@ -18600,8 +18600,8 @@ def two_verdicts():
 
 # %% [markdown]
 # And *voting* (in the same chapter), where the German-English model is alone.
-# Of each text its probability, how like it is to the eight (τ = 1), and a star
-# at the one that is elected:
+# Of each text, in the order of the beam, its probability, how like it is to
+# the eight (τ = 1), and a star at the one that is elected:
 
 
 # %%
