@@ -7428,11 +7428,9 @@ NOT_A_NUMBER = "the model gives NaN: a weight is not a number"
 
 
 def likeliest(logits):
-    """(A, V) -> the word after each of A texts (A,)"""
+    """(A, V) -> the word after each of A texts (A,); UNK is for NaN"""
     best, words = top(forbid_specials(logits), 1)
-    if best.isnan().any():
-        raise InputError(NOT_A_NUMBER)
-    return words[:, 0]
+    return words.masked_fill(best.isnan(), UNK)[:, 0]
 
 
 def greedy(model, src, extra=50, begin=None):
@@ -7451,6 +7449,8 @@ def greedy(model, src, extra=50, begin=None):
             parts = map(likeliest, cache.parts(words))
             words = torch.cat([*parts])  # (A,)
             for row, word in zip(alive.tolist(), words.tolist()):
+                if word == UNK and (src[row] != PAD).any():
+                    raise InputError(NOT_A_NUMBER)
                 if word != EOS:
                     outputs[row].append(word)
             stay = (words != EOS) & (cache.length < limits[alive])
@@ -14949,10 +14949,10 @@ def votes_are_counted():
 # `translate` and `evaluate` do it with `--vote`, and need a list, too: `--beam
 # 8`, say. τ is `--vote-power`; the length penalty plays no part. It costs the
 # wider beam and the counting of letters, and needs no second model and no
-# training. (*Differs from that paper*, which measures by BLEU, among others,
-# and takes much longer lists; and from what is common today, to let texts vote
-# that are drawn from the model, as in the exercise under *6.1 Beam search*.)
-# What it brings stands under *The levers, measured*.
+# training. What it brings stands under *The levers, measured*. (*Differs from
+# that paper*, which measures by BLEU, among others, and takes much longer
+# lists; and from what is common today, to let texts vote that are drawn from
+# the model, as in the exercise under *6.1 Beam search*.)
 
 # %% [markdown]
 # ## A gallery of bugs
