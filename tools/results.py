@@ -440,7 +440,7 @@ def scores_of(outputs, references, language):
     )
     chrf = CHRF().corpus_score(outputs, [references])
     found = lower.score, cased.score, chrf.score
-    rounded = {name: round(x, 2) for name, x in zip(KEPT, found)}
+    rounded = {name: round(x, 4) for name, x in zip(KEPT, found)}
     return rounded | {"brevity_penalty": round(lower.bp, 4)}
 
 
@@ -798,8 +798,7 @@ def voting_table():
 def voted_rows():
     """Return [(a model's rows by vote and of the plain beam of four), …]"""
     rows = (read("voting") or {"rows": []})["rows"]
-    plain = {row["model"]: row for row in rows if row["power"] is None}
-    plain |= {
+    plain = {
         row["model"]: row
         for row in rows
         if (row["beam"], row["power"]) == (4, None)
