@@ -5647,7 +5647,7 @@ def adam_has_the_papers_numbers():
 
 
 # %% [markdown]
-# In words: the rate rises linearly for the first 4,000 updates, then falls
+# The rate in words: it rises linearly for the first 4,000 updates, then falls
 # with the inverse square root. So it must double where n doubles, then halve
 # where n quadruples, and be highest at 4,000.
 
