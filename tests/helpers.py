@@ -65,8 +65,8 @@ def weights(folder):
 def checkpoint(folder):
     """All that the next update depends on; not the time it took."""
     state = torch.load(folder / "checkpoint.pt", weights_only=True)
-    step, _, best = state.pop("numbers")
-    return state | {"step": step, "best": best}
+    step, _, best, loss = state.pop("numbers")
+    return state | {"step": step, "best": best, "best_loss": loss}
 
 
 def same(one, other):

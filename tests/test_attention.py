@@ -240,3 +240,11 @@ def test_one_text_is_not_taken_for_a_list(translator):
         book.attention_maps(translator, book.SENTENCE)
     with pytest.raises(book.InputError, match="list of texts"):
         book.attention_explorer(translator, book.SENTENCE)
+
+
+def test_the_explorer_needs_a_sentence_and_a_head_that_is_there(translator):
+    with pytest.raises(book.InputError, match="at least one"):
+        book.attention_explorer(translator, [])
+    for head in (0, 5):
+        with pytest.raises(book.InputError, match=f"no head {head}.* 1 to 4"):
+            book.attention_explorer(translator, [book.SENTENCE], head=head)

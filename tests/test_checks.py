@@ -484,6 +484,22 @@ SLIPS = {
         "            mean[name] = tensor.clone()",
         "averages_are_means_and_stay_tied",
     ),
+    "a mean of one matrix alone": (
+        "mean[name] = (total / len(states)).to(tensor.dtype)",
+        "mean[name] = tensor if name.endswith('bias') else (\n"
+        "            total / len(states)).to(tensor.dtype)",
+        "averages_are_means_and_stay_tied",
+    ),
+    "merges from the right": (
+        "(rank[a + b], i)",
+        "(rank[a + b], -i)",
+        "sentencepiece_is_our_algorithm",
+    ),
+    "words of a tree in any order": (
+        "if leaves(tokens) != list(words)",
+        "if sorted(leaves(tokens)) != sorted(words)",
+        "parse_scores_by_hand",
+    ),
     "a mean that is a sum": (
         "(total / len(states)).to(tensor.dtype)",
         "total.to(tensor.dtype)",
@@ -582,6 +598,17 @@ SLIPS = {
     "gradients never zeroed": (
         "        optimizer.zero_grad()\n        losses",
         "        losses",
+        "each_update_has_its_own_gradient",
+    ),
+    "parts divided by their own tokens, in the loop": (
+        "gradient(model, p, tokens, recipe.smoothing)",
+        "gradient(model, p, p.count(), recipe.smoothing)",
+        "each_update_has_its_own_gradient",
+    ),
+    "parts divided by the first one's tokens": (
+        "tokens = sum(part.count() for part in parts)\n"
+        "        optimizer.zero_grad()",
+        "tokens = parts[0].count()\n        optimizer.zero_grad()",
         "each_update_has_its_own_gradient",
     ),
     "dropout while writing": (

@@ -112,7 +112,8 @@ OPTIONS = {
     "translate": "--device --model --beam --alpha --reverse --int8 --half "
     "--back --back-weight --vote --vote-power --nbest sentence",
     "evaluate": "--device --model --beam --alpha --reverse --int8 --half "
-    "--back --back-weight --vote --vote-power --json --corpus --split",
+    "--back --back-weight --vote --vote-power --outputs --json --corpus "
+    "--split",
     "average": "--model --out",
     "diversify": "--device --corpus --src --tgt --model --out --beam --alpha",
     "curves": "--model --out",
@@ -600,8 +601,30 @@ def test_a_long_line_is_translated(capsys, small):
 
 def test_input_of_another_encoding_is_named(capsys, model, standard_input):
     standard_input("ein Mann\nzwei Männer\n".encode("latin-1"))
-    message = refused(capsys, "translate", "--model", model)
+    status, output, message = run(capsys, "translate", "--model", model)
+    assert status == 2 and "Traceback" not in message
     assert "line 2" in message and "UTF-8" in message
+    assert output.count("\n") == 1  # line 1 is not lost
+
+
+@pytest.mark.parametrize("code", ["utf-16-le", "utf-16-be"])
+def test_zero_bytes_in_the_input_are_named(
+    capsys, small, standard_input, code
+):
+    standard_input("ein Mann\n".encode(code))
+    message = refused(capsys, "translate", "--model", small)
+    assert "line 1" in message and "iconv" in message
+
+
+def test_each_line_of_an_argument_is_a_sentence(capsys, small):
+    one = translate(capsys, small, SENTENCES[0], SENTENCES[1])[1]
+    assert translate(capsys, small, "\n".join(SENTENCES[:2]))[1] == one
+
+
+def test_a_file_that_is_taken_for_a_sentence_is_noted(capsys, small, tmp_path):
+    (tmp_path / "new.de").write_text("ein Mann\n", encoding="utf-8")
+    _, output, said = translate(capsys, small, tmp_path / "new.de")
+    assert len(output) == 1 and f"< {tmp_path / 'new.de'}" in said
 
 
 def test_the_line_is_counted_from_the_start(capsys, small, standard_input):
@@ -1025,6 +1048,13 @@ def test_another_larger_corpus_is_not_gone_on_with(
     assert contents(out) == before
 
 
+def test_a_corpus_is_not_written_into_a_file(capsys, pairs, small, tmp_path):
+    (tmp_path / "file").write_text("mine", encoding="utf-8")
+    said = refused(capsys, *diversify(pairs, tmp_path / "file", small))
+    assert "is a file" in said
+    assert (tmp_path / "file").read_text(encoding="utf-8") == "mine"
+
+
 def test_a_sentence_in_another_encoding_is_refused(capsys, small):
     said = refused(capsys, "translate", "--model", small, "gut", "l\udce4uft")
     assert "sentence 2: not UTF-8" in said
@@ -1445,6 +1475,13 @@ def test_a_description_that_is_damaged_is_named(capsys, own, content):
     assert str(own / "model.json") in message and "damaged" in message
 
 
+@pytest.mark.parametrize("name", ["both", "lowercase"])
+def test_a_word_in_place_of_true_or_false_is_named(capsys, own, name):
+    facts = json.loads((own / "model.json").read_text(encoding="utf-8"))
+    (own / "model.json").write_text(json.dumps(facts | {name: "no"}))
+    assert f"{name} must be true or false" in refused(capsys, *using(own))
+
+
 @pytest.mark.parametrize(
     "lacking", ["config", "languages", "src_words", "tgt_words"]
 )
@@ -1522,3 +1559,92 @@ def test_an_unknown_corpus_is_named(capsys, model):
     arguments = ["--model", model, "--corpus", "wmt14", "--device", "cpu"]
     message = refused(capsys, "evaluate", *arguments)
     assert "wmt14" in message and "multi30k" in message
+
+
+# -------------------------------------------------- what a run says and keeps
+
+
+@pytest.mark.parametrize("name", ["weights.pt", "pieces.model"])
+def test_weights_of_something_else_are_not_overwritten(
+    capsys, corpus, tmp_path, name
+):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / name).write_bytes(b"mine")
+    message = refused(capsys, *training_command(corpus, out, 2))
+    assert str(out / name) in message and "--out" in message
+    assert contents(out) == {name: b"mine"}
+
+
+def test_no_folder_at_all_is_refused(capsys, corpus):
+    message = refused(capsys, *training_command(corpus, "", 2))
+    assert "--out is empty" in message
+
+
+def test_two_trainings_in_one_folder_are_refused(capsys, own, corpus):
+    arguments = training_command(corpus, own, 6, "--resume")
+    with book.alone(own):
+        before = contents(own)
+        assert "another process" in refused(capsys, *arguments)
+        assert contents(own) == before
+    assert run(capsys, *arguments)[0] == 0
+
+
+def test_a_run_says_its_recipe(capsys, corpus, tmp_path):
+    more = ["--warmup", 2, "--factor", 2, "--dropout", 0.25, "--ema", 0.9]
+    more += ["--decay", "linear", "--no-half"]
+    arguments = training_command(corpus, tmp_path / "out", 4, *more)
+    said = run(capsys, *arguments)[2]
+    recipe = book.Recipe(steps=4, warmup=2, factor=2.0, decay="linear")
+    width = book.load_translator(tmp_path / "out").model.config.d_model
+    rates = [recipe.rate(n, width) for n in range(1, 5)]
+    assert max(rates) == rates[1]
+    assert f"rate: up to {rates[1]:.2g} at update 2, then it falls" in said
+    assert "dropout 0.25; moving average 0.9; products in 32 bits" in said
+
+
+def test_one_model_given_twice_has_no_mean(capsys, model, tmp_path):
+    command = ["average", "--out", tmp_path / "mean"]
+    command += ["--model", model, "--model", model]
+    assert "twice" in refused(capsys, *command)
+    assert not (tmp_path / "mean").exists()
+
+
+@pytest.mark.parametrize("kind", ["", "--int8", "--half"])
+def test_evaluate_tells_what_it_measured(
+    capsys, small, corpus, tmp_path, kind
+):
+    command = ["evaluate", "--model", small, "--corpus", corpus, "--alpha", 1]
+    command += ["--json", tmp_path / "e.json", "--outputs", tmp_path / "e.en"]
+    status, table, _ = run(capsys, *command, *filter(None, [kind]))
+    facts = json.loads((tmp_path / "e.json").read_text(encoding="utf-8"))
+    products = {"--int8": "int8", "--half": "bfloat16"}.get(kind)
+    assert status == 0 and facts.get("products") == products
+    assert ("products in" in table) == bool(kind) and "alpha 1" in table
+    assert facts["model"] == str(small)
+    assert facts["weights"] == book.sha256(small / "weights.pt")
+    lines = (tmp_path / "e.en").read_text(encoding="utf-8").split("\n")
+    assert len(lines) == facts["sentences"] + 1 and lines.pop() == ""
+    assert all(f"output     {line}" in table for line in lines[:4])
+
+
+def test_the_tag_of_an_exported_model_of_both_is_noted(capsys, both, tmp_path):
+    pytest.importorskip("ctranslate2")
+    command = ["export", "--format", "ctranslate2", "--model", both]
+    said = run(capsys, *command, "--out", tmp_path / "out")[2]
+    assert "<2en>" in said and "<2de>" in said
+
+
+def test_a_picture_that_fails_leaves_nothing_behind(
+    capsys, model, tmp_path, monkeypatch
+):
+    def fails(chart, path, **how):
+        Path(path).write_text("half", encoding="utf-8")
+        raise OSError(28, "No space left on device")
+
+    altair = book.altair()
+    monkeypatch.setattr(altair.TopLevelMixin, "save", fails)
+    out = tmp_path / "curves.svg"
+    said = refused(capsys, "curves", "--model", model, "--out", out)
+    assert str(out) in said and "No space left" in said
+    assert not list(tmp_path.iterdir())

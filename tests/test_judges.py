@@ -1,5 +1,7 @@
 """Exercises that are judged by properties: each slip is told its own fault."""
 
+import math
+
 import pytest
 import torch
 
@@ -83,6 +85,56 @@ def test_a_decoder_whose_layers_are_hidden_from_torch_is_refused():
             return self.output.logits(x)
 
     assert "known to torch" in book.EXERCISES["decoder_alone"].verdict(Hidden)
+
+
+def summed(states, labels, weight):
+    return torch.nn.functional.cross_entropy(
+        states @ weight.T, labels, ignore_index=book.PAD, reduction="sum"
+    )
+
+
+def test_parts_may_be_added_up_in_any_way_but_not_kept_all_at_once():
+    def late(weight, parts):
+        weight = weight.clone().requires_grad_()
+        tokens = sum((labels != book.PAD).sum() for _, labels in parts)
+        (sum(summed(*part, weight) for part in parts) / tokens).backward()
+        return weight.grad
+
+    def one_by_one(weight, parts):
+        weight, total = weight.clone().requires_grad_(), 0
+        tokens = sum((labels != book.PAD).sum() for _, labels in parts)
+        for part in parts:
+            loss = summed(*part, weight) / tokens
+            total = total + torch.autograd.grad(loss, weight)[0]
+        return total
+
+    def without_autograd(weight, parts):
+        total, tokens = torch.zeros_like(weight), 0
+        for states, labels in parts:
+            real = labels != book.PAD
+            wrong = (states @ weight.T).softmax(-1)
+            wrong[torch.arange(len(labels)), labels] -= 1
+            total += (wrong * real[:, None]).T @ states
+            tokens += real.sum()
+        return total / tokens
+
+    exercise = book.EXERCISES["gradient_of_the_whole"]
+    for answer in (one_by_one, without_autograd):
+        assert exercise.verdict(answer) == ""
+    for answer in (late, exercise.spec):
+        assert "all parts are in memory" in exercise.verdict(answer)
+    for words, slip in exercise.slips.items():
+        assert exercise.verdict(slip) == words
+
+
+def test_an_ensemble_may_have_any_number_of_models():
+    def of_three(logits):
+        return logits.log_softmax(-1).logsumexp(0) - math.log(3)
+
+    exercise = book.EXERCISES["ensemble_in_loops"]
+    assert "should be" in exercise.verdict(of_three)
+    for words, slip in exercise.slips.items():
+        assert exercise.verdict(slip) == words
 
 
 def test_the_heads_may_be_added_up_by_einsum():

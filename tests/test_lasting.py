@@ -356,14 +356,15 @@ def test_a_run_that_ends_at_rate_0_has_that_end(capsys, few, small, tmp_path):
     assert contents(out) == before
 
 
+@pytest.mark.parametrize("decay", ["linear", "root"])
 @pytest.mark.parametrize("steps, falls", [(2, False), (3, True)])
 def test_a_run_that_is_all_warm_up_says_so(
-    capsys, few, small, tmp_path, steps, falls
+    capsys, few, small, tmp_path, steps, falls, decay
 ):
-    linear = ["--decay", "linear", "--warmup", 3]
-    command = training_command(few, tmp_path / "out", steps, *linear)
+    how = ["--decay", decay, "--warmup", 3]
+    command = training_command(few, tmp_path / "out", steps, *how)
     status, _, errors = run(capsys, *command)
-    assert status == 0 and ("the rate will not fall" in errors) is not falls
+    assert status == 0 and ("the rate will not reach" in errors) is not falls
 
 
 @pytest.mark.parametrize(
@@ -586,6 +587,31 @@ def test_weights_are_the_best_on_validation(
     assert read_scores(out) == scores
 
 
+@pytest.mark.parametrize(
+    "losses, best", [([3, 1, 2, 2], 2), ([3, 2, 2, 1], 4), ([2, 1, 1, 3], 3)]
+)
+def test_of_equal_scores_the_lower_loss_decides(
+    few, small, tmp_path, monkeypatch, losses, best
+):
+    """Of equal losses too, the later weights; also in a resumed run."""
+    script_bleu(monkeypatch, [0, 0, 0])
+    script_losses(monkeypatch, [*losses[:2], 9])  # the average is no good
+    out = trained(few, tmp_path / "out", 2, *PLAIN)
+    script_bleu(monkeypatch, [0, 0, 0])
+    script_losses(monkeypatch, [*losses[2:], 9])
+    resume(few, out, 4, *PLAIN)
+    kept = torch.load(out / f"weights-{best:06}.pt", weights_only=True)
+    assert same(weights(out), kept)
+    facts = book.load_description(out)
+    assert facts["step"] == best and "averaged" not in facts
+
+
+def script_losses(monkeypatch, losses):
+    """Let the validations find these losses, and one of training text each."""
+    found = iter([math.exp(x) for loss in losses for x in (loss, 1)])
+    monkeypatch.setattr(book, "perplexity", lambda *_: next(found))
+
+
 def test_a_resumed_run_remembers_its_best(few, small, tmp_path, monkeypatch):
     script_bleu(monkeypatch, [9, 1, 0])
     out = trained(few, tmp_path / "out", 2, *PLAIN)
@@ -607,6 +633,7 @@ def test_the_mean_of_the_snapshots_is_a_candidate(
         for n in (2, 3, 4)
     ]
     kept = weights(out)
+    assert book.load_description(out)["averaged"] == 3
     for name, weight in kept.items():
         mean = sum(state[name].double() for state in last) / 3
         torch.testing.assert_close(weight.double(), mean)

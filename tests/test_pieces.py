@@ -229,6 +229,23 @@ def test_a_model_of_one_direction_has_no_tags(german):
     assert german.src_vocab.processor.piece_to_id("<2en>") == UNK
 
 
+def test_a_model_of_one_direction_cannot_be_reversed(german):
+    with pytest.raises(book.InputError, match="one direction, de to en.*both"):
+        german.reversed()
+
+
+@pytest.mark.parametrize("texts", [[], ["", ""]])
+def test_pieces_of_no_text_are_refused(texts):
+    with pytest.raises(book.InputError, match="no text to learn"):
+        book.Pieces.learn(texts, 100)
+
+
+@pytest.mark.parametrize("wish", ["both", "lowercase"])
+def test_what_needs_pieces_says_how_to_get_them(wish):
+    with pytest.raises(book.InputError, match="--pieces 5000"):
+        book.learn_vocabularies([("a", "b")], ("de", "en"), **{wish: True})
+
+
 def test_with_both_directions_each_pair_is_learned_twice(german):
     translator = untrained(GERMAN[:50], both=True, size=120)
     pairs = book.encode_all(translator, GERMAN[:50])

@@ -136,8 +136,8 @@ def test_logarithms_keep_what_probabilities_lose(capsys):
 
 
 def test_one_output_has_as_many_scores_as_there_are_rules(capsys):
-    scores = last_numbers(printed("one_output_four_scores", capsys))
-    assert len(set(scores)) == len(scores) == 4
+    scores = last_numbers(printed("one_output_five_scores", capsys))
+    assert len(set(scores)) == len(scores) == 5
 
 
 def test_a_view_alone_has_the_right_shape_and_the_wrong_numbers(capsys):

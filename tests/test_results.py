@@ -252,6 +252,10 @@ SAYINGS = {
         ("Ein Mann schläft auf einem Sofa.", "man", "couch|sofa"),
         ("Zwei Hunde spielen im Schnee.", "two dogs", "snow"),
     ),
+    "model-de-en-more": (
+        ("Ein Mann schläft auf einem Sofa.", "man", "couch|sofa"),
+        ("Zwei Hunde spielen im Schnee.", "two dogs", "snow"),
+    ),
     "model-en-de": (
         ("A man is sleeping on a couch.", "mann", "schläft"),
         ("Two dogs are playing in the snow.", "zwei hunde", "schnee"),

@@ -202,6 +202,22 @@ def test_removal_ends_with_its_block_even_after_an_error(translator):
         assert weight.equal(before[name])
 
 
+@pytest.mark.parametrize(
+    "layer, head", [(1, 4), (1, -1), (2, 0), (-1, 0), (9, 0)]
+)
+def test_a_head_that_is_not_there_is_not_removed_in_silence(
+    translator, layer, head
+):
+    before = {n: w.clone() for n, w in translator.model.state_dict().items()}
+    heads = [(CROSS, 0, 0), (CROSS, layer, head)]
+    said = f"no head {head} in layer {layer} of the {CROSS}.* from 0"
+    with pytest.raises(book.InputError, match=said):
+        with book.without_heads(translator.model, heads):
+            pass
+    for name, weight in translator.model.state_dict().items():
+        assert weight.equal(before[name])
+
+
 def test_without_cross_attention_the_source_does_not_matter(translator, pairs):
     translator.model.eval()
     src = [translator.encode_pair(p.de.split(), [])[0] for p in pairs[:2]]

@@ -157,6 +157,16 @@ def test_differences_are_of_equal_seeds(monkeypatch):
     assert not book.is_worse({}, 4, 1)[0]
 
 
+def test_five_checkpoints_need_updates_enough():
+    with pytest.raises(book.InputError, match="take 300 updates"):
+        book.averaging_helps(seeds=2, updates=299, spacing=60)
+
+
+def test_units_are_words_or_what_the_text_is_cut_into():
+    with pytest.raises(book.InputError, match="'unit' or 'word'"):
+        book.units_change_the_perplexity(per="letter")
+
+
 def test_the_chart_shows_each_variation_with_its_interval(monkeypatch):
     monkeypatch.setattr(book, "compared", lambda *a, **k: (0.5, 0.25))
     spec = book.EXAMPLES["variations_in_small"]().to_dict()
