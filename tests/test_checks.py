@@ -491,8 +491,8 @@ SLIPS = {
         "averages_are_means_and_stay_tied",
     ),
     "merges from the right": (
-        "(rank[a + b], i)",
-        "(rank[a + b], -i)",
+        "_, i = min(possible)",
+        "i = max((-rank, i) for rank, i in possible)[1]",
         "sentencepiece_is_our_algorithm",
     ),
     "words of a tree in any order": (
