@@ -7203,10 +7203,9 @@ def judge_parts(answer):
     if wrong := gradient_of_the_whole.compare(answer):
         return wrong
     inputs = draw_parts()
-    if (
-        most_kept(answer, inputs)
-        > most_kept(gradient_of_the_whole, inputs) / 2
-    ):
+    ways = answer, gradient_of_the_whole
+    kept, all_kept = (most_kept(way, inputs) for way in ways)
+    if kept > all_kept / 2:
         return (
             "the gradient is right, but all parts are in memory at once: go "
             "backwards from each before you take the next"
@@ -9015,8 +9014,8 @@ def exact_matches(model, pairs):
 
 
 # %% [markdown]
-# A low loss proves little: a model whose target was not shifted has the lowest
-# loss there is, and copies nothing (*A gallery of bugs*). The exact match of
+# A low loss proves little: a model whose target was not shifted has as low a
+# loss as any, and copies nothing (*A gallery of bugs*). The exact match of
 # whole, freely written sequences is the measure that counts. (A `Recipe` has
 # the settings of a training, and `training` makes the updates: *The training
 # loop*. `fast`, `Writer` and `backward_in_slices` are quicker forms of the
@@ -13828,8 +13827,9 @@ def without_heads(model, heads):
     try:
         with torch.no_grad():
             for kind, n, h in heads:
-                layers = dict(enumerate(attentions(model, kind)))
-                if n not in layers or not 0 <= h < layers[n].h:
+                layers = attentions(model, kind)
+                there = n in range(len(layers)) and h in range(layers[n].h)
+                if not there:
                     raise InputError(
                         f"no head {h} in layer {n} of the {kind}; both count "
                         "from 0 here, from 1 in tables and pictures"
@@ -15984,9 +15984,9 @@ def save_translator(translator, folder, half=False, **facts):
 
 
 # %% [markdown]
-# Reading it back, whatever can be seen to disagree has its own message. (Two
-# things can't: another `h`, for all matrices keep their sizes, and weights of
-# another run with the same sizes and word pieces.)
+# Reading it back, whatever can be seen to disagree has its own message. (Not
+# all can: with another `h`, say, all matrices keep their sizes, and weights of
+# another run may have the same sizes and word pieces.)
 
 
 # %% tags=["plumbing"]
@@ -18052,17 +18052,17 @@ def speaks_for_all(store):
 # the steps are a sum, a run went on from another, and the minutes are of all.
 # Minutes are those of the updates alone, on an AMD EPYC without a GPU (seed 1
 # of the third French line, and the last line, on an Intel Xeon; beside seeds 1
-# and 2, here and in the ninth German line, and beside small letters, other
-# programs ran). *Cores* are those that a run had; where it is 1, the other was
-# busy with something else (and the English-French run of 5,000 pieces had to
-# share even that one at times). Where there are several seeds, the scores and
-# the minutes are means, and after ± stands the standard deviation. Pieces and
-# steps are in thousands (k). The file of each row, or seed, in `results/` has
-# its command. (While a model trains, validation takes the first 1,000 of the
-# 1,014 sentences, greedily; scores with a beam are of all. So one model may
-# have a loss of 1.083 in one place and of 1.085 in another.) An earlier
-# English-French run (commit `8431fbd`: dropout 0.15, 12,000 updates, products
-# in 32 bits) got 58.7.
+# and 2, here and in the ninth German line, beside small letters, and in the
+# second line of all, other programs ran). *Cores* are those that a run had;
+# where it is 1, the other was busy with something else (and the English-French
+# run of 5,000 pieces had to share even that one at times). Where there are
+# several seeds, the scores and the minutes are means, and after ± stands the
+# standard deviation. Pieces and steps are in thousands (k). The file of each
+# row, or seed, in `results/` has its command. (While a model trains,
+# validation takes the first 1,000 of the 1,014 sentences, greedily; scores
+# with a beam are of all. So one model may have a loss of 1.083 in one place
+# and of 1.085 in another.) An earlier English-French run (commit `8431fbd`:
+# dropout 0.15, 12,000 updates, products in 32 bits) got 58.7.
 #
 # <!-- multi30k: tools/results.py -->
 #
@@ -18495,21 +18495,21 @@ def speaks_for_all(store):
 # became of the last such lead we did not take it.)
 #
 # **From German to English** it brings more. Seed 2 of the first line, which is
-# `results/model-de-en`, went on in the same way, with 87,000 pairs that it and
-# the published English-German model had a part in: the two commands above with
-# `--src de --tgt en`, `--from results/model-de-en` and folders of their own
-# (five and 91 minutes, as other programs ran beside; seed 0, commit
-# `1db6a75`). Greedily BLEU on validation rises from 41.3 to 41.8 after 500
-# updates, 42.6 after 1,500 and 42.9 after 3,000, and then no more; those
-# weights were kept. With the beam it is 43.3, after 41.8, and on the test set
-# **42.8**, after 41.4 (p = 0.001 for both, the least that the bootstrap's
-# thousand drawings can show; in chrF it is 1.1 and 1.4 more). That is the
-# second German-English line, and `results/model-de-en-more`; where this book
-# speaks of the published German-English model, the one before is meant. Here
-# the loss of real sentences falls, from 1.563 to 1.528. That model had read
-# less until then: the 5,500 updates read nearly three times as many places as
-# its 16,000. So a part of the gain may be that of longer training, which one
-# run can't tell.
+# `results/model-de-en`, went on in the same way, with what it and the
+# published English-German model made of the training text: the two commands
+# above with `--src de --tgt en`, `--from results/model-de-en` and folders of
+# their own (4½ and 91 minutes, for other programs ran beside the training;
+# seed 0, commit `1db6a75`). Greedily BLEU on validation rises from 41.3 to
+# 41.8 after 500 updates, 42.6 after 1,500 and 42.9 after 3,000, and then no
+# more; those weights were kept. With the beam it is 43.3, after 41.8, and on
+# the test set **42.8**, after 41.4 (p = 0.001 for both, the least that the
+# bootstrap's thousand drawings can show; in chrF it is 1.1 and 1.4 more). That
+# is the second German-English line, and `results/model-de-en-more`; where this
+# book speaks of the published German-English model, the one before is meant.
+# Here the loss of real sentences falls, from 1.563 to 1.528. That model had
+# been trained for a shorter time than the English-German one: the 3,000
+# updates read one and a half times as many places as its 16,000 before. So a
+# part of the gain may be that of longer training, which one run can't tell.
 #
 # **Averaging.** The weights of the first English-German line on the first
 # 1,000 sentences of the validation set, greedily:
@@ -20195,8 +20195,9 @@ def print_measures(facts):
 
 
 # %% [markdown]
-# With `--json` the figures are written to a file, for programs. `--split val`
-# takes what was held out in training, where there are no files of that name:
+# With `--json` the figures are written to a file, for programs, and with
+# `--outputs` the translations. `--split val` takes what was held out in
+# training, where there are no files of that name:
 
 
 # %% tags=["plumbing"]
@@ -20296,6 +20297,14 @@ def cosine(states):
 ALIKE = 0.3  # the least cosine of weights with a common beginning
 
 
+def digests_of(folders):
+    """SHA-256 of each model's weights; InputError if two are the same."""
+    digests = [sha256(folder / "weights.pt") for folder in folders]
+    if len({*digests}) < len(digests):
+        raise InputError("--model names one model twice; leave one out")
+    return digests
+
+
 def run_average(args):
     out, folders = Path(args.out), [Path(name) for name in args.model]
     if out.exists():
@@ -20304,9 +20313,7 @@ def run_average(args):
         raise InputError("a mean is of several models: give --model again")
     translators = [load_translator(folder) for folder in folders]
     check_same_kind(folders, translators)
-    digests = [sha256(folder / "weights.pt") for folder in folders]
-    if len({*digests}) < len(digests):
-        raise InputError("--model names one model twice; leave one out")
+    digests = digests_of(folders)
     states = [translator.model.state_dict() for translator in translators]
     for folder, state in zip(folders[1:], states[1:]):
         found = cosine([states[0], state])
@@ -20344,9 +20351,7 @@ def run_diversify(args):
                 f"corpus is of {args.src} and {args.tgt}"
             )
     texts, val = training_pairs(args.corpus, *languages)
-    weights = [sha256(Path(name) / "weights.pt") for name in args.model]
-    if len({*weights}) < len(weights):
-        raise InputError("--model names one model twice; leave one out")
+    weights = digests_of(map(Path, args.model))
     ways = [f"{model.src} to {model.tgt}" for model in models]
     several = {"ways": ways} if len(ways) > len(weights) else {}
     begin_diversified(out, {
