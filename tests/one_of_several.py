@@ -2,7 +2,8 @@
 
 `one_of_several.py train …` is the command line. With KILL="1@6 0@10" the
 process of rank 1 kills itself after update 6, and once all were started anew,
-that of rank 0 after update 10. DIE="FILE 1@6 0@10" does the same and makes
+that of rank 0 after update 10 (with SIGNAL=15, by SIGTERM, which asks it to
+stop). DIE="FILE 1@6 0@10" does the same and makes
 FILE-6 and FILE-10, and HALT="FILE 1@6" lets that process stand still. With
 WATCH=FOLDER each process writes there, at its end, which files it has opened
 for writing, and which of its threads still belong to the group. With LINGER=2
@@ -44,7 +45,8 @@ def kill_in_time():
         for update in training(*arguments):
             yield update
             if update.step == int(step):
-                os.kill(os.getpid(), signal.SIGKILL)
+                number = os.environ.get("SIGNAL", signal.SIGKILL)
+                os.kill(os.getpid(), int(number))
 
     book.training = mortal
 

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -183,6 +184,20 @@ def test_killed_processes_are_restarted_and_end_the_same(few, whole, tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("resuming after update 4") == 1
     assert done.stderr.count("resuming after update 8") == 1
+    assert_same_run(out, whole)
+
+
+def test_if_one_process_is_asked_to_stop_all_save_and_end(
+    few, whole, tmp_path
+):
+    """They learn of it when the next update is done, and lose none."""
+    out = tmp_path / "asked"
+    command = training_command(few, out, STEPS, *LEVERS)
+    how = {"KILL": "1@5", "SIGNAL": str(int(signal.SIGTERM))}
+    done = torchrun(*command, restarts=1, **how)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("stopped after update 6, and saved") == 1
+    assert done.stderr.count("resuming after update 6") == 1
     assert_same_run(out, whole)
 
 

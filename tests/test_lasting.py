@@ -141,6 +141,93 @@ def test_a_run_killed_many_times_ends_the_same(few, whole, tmp_path, seed):
     assert same_run(out, whole)
 
 
+def signalled(monkeypatch, step, *numbers):
+    """Let a run get these signals once that update is behind it."""
+    training = book.training
+
+    def asked(*arguments):
+        for update in training(*arguments):
+            yield update
+            if update.step == step:
+                for number in numbers:
+                    signal.raise_signal(number)
+
+    monkeypatch.setattr(book, "training", asked)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_is_asked_to_stop_saves_first(
+    capsys, few, whole, tmp_path, monkeypatch, number
+):
+    """And goes on from there, though no checkpoint was due."""
+    out = tmp_path / "asked"
+    both = signal.SIGINT, signal.SIGTERM
+    handlers = [signal.getsignal(n) for n in both]
+    with monkeypatch.context() as patch:
+        signalled(patch, 5, number)
+        status, _, errors = run(
+            capsys, *training_command(few, out, 12, *LEVERS)
+        )
+    assert status == 128 + number
+    assert "stopped after update 6, and saved" in errors
+    assert "--resume" in errors and "Traceback" not in errors
+    assert checkpoint(out)["step"] == 6
+    assert handlers == [signal.getsignal(n) for n in both]
+    resume(few, out, 12, *LEVERS)
+    assert same_run(out, whole)
+
+
+def test_asked_at_a_checkpoint_it_is_whole(
+    capsys, few, whole, tmp_path, monkeypatch
+):
+    out = tmp_path / "asked"
+    with monkeypatch.context() as patch:
+        signalled(patch, 7, signal.SIGTERM)
+        status, _, errors = run(
+            capsys, *training_command(few, out, 12, *LEVERS)
+        )
+    assert status == 128 + signal.SIGTERM and "after update 8, and" in errors
+    assert "update 8: validation BLEU" in errors
+    resume(few, out, 12, *LEVERS)
+    assert same_run(out, whole)
+
+
+def test_who_asks_twice_is_not_kept_waiting(
+    capsys, few, tmp_path, monkeypatch
+):
+    out = tmp_path / "asked"
+    signalled(monkeypatch, 5, signal.SIGINT, signal.SIGINT)
+    status, _, errors = run(capsys, *training_command(few, out, 12, *LEVERS))
+    assert status == 128 + signal.SIGINT
+    assert "goes on from its last checkpoint by --resume" in errors
+    assert checkpoint(out)["step"] == 4
+
+
+def test_a_request_at_the_last_update_changes_nothing(
+    capsys, few, whole, tmp_path, monkeypatch
+):
+    """It ends anyway, with all that an end has."""
+    out = tmp_path / "asked"
+    signalled(monkeypatch, 11, signal.SIGTERM)
+    status, _, _ = run(capsys, *training_command(few, out, 12, *LEVERS))
+    assert status == 0 and same_run(out, whole)
+
+
+def test_a_process_stops_as_it_is_asked_to(few, whole, tmp_path):
+    out = tmp_path / "asked"
+    process = start(few, out, 12, *LEVERS)
+    try:
+        while not (out / "log.jsonl").exists() and process.poll() is None:
+            time.sleep(0.002)
+        process.terminate()
+        assert process.wait(60) == 128 + signal.SIGTERM
+    finally:
+        process.kill()
+    assert 0 < checkpoint(out)["step"] < 12
+    resume(few, out, 12, *LEVERS)
+    assert same_run(out, whole)
+
+
 class PowerCut(BaseException):
     """The end of a process, as far as a test in one process can tell."""
 

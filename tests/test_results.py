@@ -163,7 +163,7 @@ def test_a_mean_has_all_its_trainings_each_once(tmp_path, monkeypatch):
     assert "the mean of these 3 models" in text
     [*_, row, _, commits] = results.multi30k_table()
     cells = [cell.strip() for cell in row.strip("|").split("|")]
-    assert cells[0] == "en-de, mean"
+    assert cells[0] == "en-de 1, mean"
     assert cells[-4:] == ["12", "0–1", "2+1", "180"]
     assert "`first`+`on`+`other`+`mean`" in commits
 
@@ -189,7 +189,7 @@ def test_a_run_may_begin_with_a_mean(tmp_path, monkeypatch):
     assert text.endswith("(from the mean)")
     [*_, row, _, commits] = results.multi30k_table()
     cells = [cell.strip() for cell in row.strip("|").split("|")]
-    assert cells[0] == "en-de"
+    assert cells[0] == "en-de 1"
     assert cells[-4:] == ["10+0.5", "0", "2", "157"]
     assert "`first`+`other`+`mean`+`last`" in commits
 
@@ -203,15 +203,20 @@ def test_seeds_of_one_recipe_share_a_line(tmp_path, monkeypatch):
         run[results.TEST]["bleu"] = bleu
     runs[3]["recipe"]["factor"] = 2.0  # another recipe
     runs[4]["device"] = "one core"  # and other minutes
+    runs.append(stage("c5", 1000, 50) | {"direction": "en-fr"})
     for number, facts in enumerate(runs):
         path = tmp_path / f"multi30k-{number}.json"
         path.write_text(json.dumps(facts), "utf-8")
     monkeypatch.setattr(results, "RESULTS", tmp_path)
     _, _, *rows, _, commits = results.multi30k_table()
     cells = [[c.strip() for c in row.strip("|").split("|")] for row in rows]
-    assert sorted(row[-3] for row in cells) == ["0\u20132", "3", "4"]
-    [three] = [row for row in cells if row[-3] == "0\u20132"]
-    assert three[1] == "**42.0\u00b12.6**" and three[-1] == "10"
+    seeds = [(row[0], row[-3]) for row in cells]
+    assert seeds == [
+        ("en-de 1", "0\u20132"), ("en-de 2", "3"), ("en-de 3", "4"),
+        ("en-fr 1", "0"),
+    ]  # fmt: skip
+    three = cells[0]
+    assert three[1] == "42.0\u00b12.6" and three[-1] == "10"
     assert "`c0` and `c1` and `c2`" in commits
 
 
@@ -263,6 +268,14 @@ SAYINGS = {
     "model-en-fr": (
         ("A man is sleeping on a couch.", "homme", "dort"),
         ("Two dogs are playing in the snow.", "deux chiens", "neige"),
+    ),
+    "model-en-fr-more": (
+        ("A man is sleeping on a couch.", "homme", "dort"),
+        ("Two dogs are playing in the snow.", "deux chiens", "neige"),
+    ),
+    "model-fr-en": (
+        ("Un homme dort sur un canapé.", "man", "couch|sofa"),
+        ("Deux chiens jouent dans la neige.", "two dogs", "snow"),
     ),
 }
 

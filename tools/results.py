@@ -28,6 +28,10 @@ python tools/results.py reading ONE OTHER --corpus DIR --commit HASH
                              once that is done: what was chosen by it, the
                              same with a weight of 0, and the plain beam of
                              four, on the test set
+python tools/results.py reading ONE OTHER --corpus DIR --commit HASH
+    --device TEXT --settled BEAM WEIGHT
+                             the same three of ONE, which had no part in that
+                             choice, read back by OTHER, on both sets
 python tools/results.py voting MODEL... --corpus DIR --commit HASH
     --device TEXT            models whose lists vote, with beams and powers, on
                              the validation set
@@ -47,6 +51,7 @@ python tools/results.py check
 """
 
 import argparse
+import collections
 import json
 import math
 import re
@@ -385,8 +390,43 @@ def best_by_hindsight(translator, pairs, beam, alpha):
     return round(book.bleu(outputs, references, True).score, 2)
 
 
+def measured_back(translator, back, corpus, part, row, alpha):
+    """What is kept of a translator whose lists another one reads back."""
+    pairs = book.corpus_part(corpus, part, translator.src, translator.tgt)
+    how = {"back": back, "weight": row["back_weight"]}
+    if row["back_weight"] is None:
+        how = {}
+    found, _ = book.measure(translator, pairs, row["beam"], alpha, **how)
+    return {k: found[k] for k in KEPT if k in found}
+
+
+def settled_reading(args):
+    """Measure a model read back, by settings that others have chosen."""
+    facts, (name, other) = read("reading"), args.models
+    if not facts:
+        sys.exit("--settled by what? first the models that choose")
+    one, back = (book.load_translator(Path(folder)) for folder in args.models)
+    wide, weight = int(args.settled[0]), args.settled[1]
+    settings = {"commit": args.commit, "device": args.device}
+    rows = [
+        {"direction": f"{one.src}-{one.tgt}", "model": Path(name).name}
+        | {"back": Path(other).name, "beam": beam, "back_weight": share}
+        | settings
+        for beam, share in ((4, None), (wide, 0.0), (wide, weight))
+    ]
+    for row in rows:
+        for part in ("val", TEST):
+            how = args.corpus, part, row, args.alpha
+            row[part] = measured_back(one, back, *how)
+    kept = [r for r in facts["rows"] if r["model"] != rows[0]["model"]]
+    facts["rows"] = kept + rows
+    write_json(RESULTS / "reading.json", facts)
+
+
 def reading(args):
     """Measure what it brings that two models read each other back."""
+    if args.settled:
+        return settled_reading(args)
     both = [book.load_translator(Path(folder)) for folder in args.models]
     facts = read("reading") if args.chosen else {"rows": []}
     if args.chosen and not facts:
@@ -412,13 +452,8 @@ def reading(args):
             ]
             facts["rows"] += rows
         for row in rows:
-            how = {"back": back, "weight": row["back_weight"]}
-            if row["back_weight"] is None:
-                how = {}
-            found, _ = book.measure(
-                translator, pairs, row["beam"], args.alpha, **how
-            )
-            row[part] = {k: found[k] for k in KEPT if k in found}
+            how = args.corpus, part, row, args.alpha
+            row[part] = measured_back(translator, back, *how)
         if not args.chosen:
             best = best_by_hindsight(translator, pairs, 8, args.alpha)
             facts.setdefault("hindsight", {})["-".join(way)] = best
@@ -625,16 +660,17 @@ def cores(result):
 def multi30k_table():
     """Return the lines of the table of trained models.
 
-    Runs of one recipe that differ in the seed, and had as many cores, share a
-    line: their means, and the deviation of what counts most. (Whether their
+    The lines of each pair are numbered, as the text speaks of them. Runs of
+    one recipe that differ in the seed, and had as many cores, share a line:
+    their means, and the deviation of what counts most. (Whether their
     products had 16 bits does not part them.)
     """
     lines = [
-        "| pair | test | val. | cased | chrF | pieces | steps | seed "
+        "| line | test | val. | cased | chrF | pieces | steps | seed "
         "| cores | min. |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    groups, commits = {}, []
+    groups, commits, lines_of = {}, [], collections.Counter()
     paths = RESULTS.glob("multi30k-*.json")
     for path in sorted(paths, key=lambda path: path.stem):
         r = json.loads(path.read_text("utf-8"))
@@ -676,8 +712,10 @@ def multi30k_table():
         own = [names[:1] if len({*names}) == 1 else names for names in own]
         own = ["+".join(f"`{name}`" for name in names) for names in own]
         commits.append(" and ".join(dict.fromkeys(own)))
+        lines_of[name] += 1
         lines.append(
-            f"| {name}{both} | **{spread([t['bleu'] for t in test])}** | "
+            f"| {name} {lines_of[name]}{both} | "
+            f"{spread([t['bleu'] for t in test])} | "
             f"{average([v['bleu'] for v in val])} | "
             f"{cased} | {chrf} | {pieces} | {steps} | {seeds} | {machines} | "
             f"{minutes} |"
@@ -755,12 +793,13 @@ def means_table():
 def reading_table():
     """Return the lines of what reading back brings."""
     lines = [
-        "| pair | beam | λ | val. | chrF | test | chrF |",
+        "| model | beam | λ | val. | chrF | test | chrF |",
         "|---|---|---|---|---|---|---|",
     ]
     for row in (read("reading") or {"rows": []})["rows"]:
         weight = row["back_weight"]
-        cells = [row["direction"], row["beam"], weight or "–"]
+        name = row["model"].removeprefix("model-")
+        cells = [name, row["beam"], weight or "–"]
         if weight == 0:
             cells[2] = "0, by length"
         for part in ("val", TEST):
@@ -847,11 +886,11 @@ def voted_table():
 def words_table():
     """Return the lines of what the rule of words does to BLEU."""
     lines = [
-        "| pair | BLEU, 13a | words | BLEU, Moses | words |",
+        "| model | BLEU, 13a | words | BLEU, Moses | words |",
         "|---|---|---|---|---|",
     ]
     for row in (read("words") or {"rows": []})["rows"]:
-        cells = [row["direction"]]
+        cells = [row["model"].removeprefix("model-")]
         for rule in ("13a", "moses"):
             cells.append(f"{row[rule]['bleu']:.1f}")
             cells.append(f"{row[rule]['reference_words']:,}")
@@ -1015,6 +1054,8 @@ GAINS = [  # (what is changed, the result, that which it is compared with)
      "multi30k-de-en-written-by-models", "multi30k-de-en-2"),
     ("both directions first, then one",
      "multi30k-en-fr-tiny-both", FRENCH),
+    ("third line, then diversified text",
+     "multi30k-en-fr-written-by-models", "multi30k-en-fr-tiny-s2"),
 ]  # fmt: skip
 
 
@@ -1038,11 +1079,13 @@ def gains_table():
 
     found = [(what, runs(new), runs(old)) for what, new, old in GAINS]
     rows = read("reading")["rows"]
-    beams = {(r["direction"], r["beam"], r["back_weight"]): r for r in rows}
-    for (direction, beam, weight), row in beams.items():
+    beams = {(r["model"], r["beam"], r["back_weight"]): r for r in rows}
+    for (model, beam, weight), row in beams.items():
         if weight and TEST in row:  # what validation chose
-            plain = beams[direction, 4, None]
-            found.append((f"read back, a beam of {beam}", [row], [plain]))
+            plain = beams[model, 4, None]
+            more = ", -more" if model.endswith("-more") else ""
+            what = f"read back, a beam of {beam}{more}"
+            found.append((what, [row], [plain]))
     for row, plain in voted_rows():
         if (RESULTS / row["model"]).exists():
             what = f"voting, a beam of {row['beam']}"
@@ -1171,6 +1214,7 @@ def main():
         sub.add_argument(f"--{option}", required=True)
     sub.add_argument("--alpha", type=float, default=1.5)
     sub.add_argument("--chosen", nargs=2, type=float)
+    sub.add_argument("--settled", nargs=2, type=float)
     sub = commands.add_parser("voting")
     sub.add_argument("models", nargs="+", metavar="MODEL")
     for option in ("corpus", "commit", "device"):
