@@ -3,12 +3,11 @@
 `one_of_several.py train …` is the command line. With KILL="1@6 0@10" the
 process of rank 1 kills itself after update 6, and once all were started anew,
 that of rank 0 after update 10 (with SIGNAL=15, by SIGTERM, which asks it to
-stop). DIE="FILE 1@6 0@10" does the same and makes
-FILE-6 and FILE-10, and HALT="FILE 1@6" lets that process stand still. With
-WATCH=FOLDER each process writes there, at its end, which files it has opened
-for writing, and which of its threads still belong to the group. With LINGER=2
-the process of rank 0, once it has failed, hangs up and takes two seconds more
-to end.
+stop). DIE="FILE 1@6 0@10" does the same and makes FILE-6 and FILE-10, and
+HALT="FILE 1@6" lets that process stand still. With WATCH=FOLDER each process
+writes there, at its end, which files it has opened for writing, and which of
+its threads still belong to the group. With LINGER=2 the process of rank 0,
+once it has failed, hangs up and takes two seconds more to end.
 
 `one_of_several.py probe FOLDER train …` first computes gradients in several
 ways, and writes what it found to FOLDER, a file for each rank.

@@ -252,27 +252,23 @@ def test_the_book_finds_it_and_does_without(tmp_path, monkeypatch, capsys):
     assert book.how_it_learned() is None
 
 
+FROM_GERMAN = (
+    ("Ein Mann schläft auf einem Sofa.", "man", "couch|sofa"),
+    ("Zwei Hunde spielen im Schnee.", "two dogs", "snow"),
+)
+TO_FRENCH = (
+    ("A man is sleeping on a couch.", "homme", "dort"),
+    ("Two dogs are playing in the snow.", "deux chiens", "neige"),
+)
 SAYINGS = {
-    "model-de-en": (
-        ("Ein Mann schläft auf einem Sofa.", "man", "couch|sofa"),
-        ("Zwei Hunde spielen im Schnee.", "two dogs", "snow"),
-    ),
-    "model-de-en-more": (
-        ("Ein Mann schläft auf einem Sofa.", "man", "couch|sofa"),
-        ("Zwei Hunde spielen im Schnee.", "two dogs", "snow"),
-    ),
+    "model-de-en": FROM_GERMAN,
+    "model-de-en-more": FROM_GERMAN,
     "model-en-de": (
         ("A man is sleeping on a couch.", "mann", "schläft"),
         ("Two dogs are playing in the snow.", "zwei hunde", "schnee"),
     ),
-    "model-en-fr": (
-        ("A man is sleeping on a couch.", "homme", "dort"),
-        ("Two dogs are playing in the snow.", "deux chiens", "neige"),
-    ),
-    "model-en-fr-more": (
-        ("A man is sleeping on a couch.", "homme", "dort"),
-        ("Two dogs are playing in the snow.", "deux chiens", "neige"),
-    ),
+    "model-en-fr": TO_FRENCH,
+    "model-en-fr-more": TO_FRENCH,
     "model-fr-en": (
         ("Un homme dort sur un canapé.", "man", "couch|sofa"),
         ("Deux chiens jouent dans la neige.", "two dogs", "snow"),
