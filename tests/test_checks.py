@@ -427,6 +427,21 @@ SLIPS = {
         "text",
         "votes_are_counted",
     ),
+    "the text that is least like the reference": (
+        "texts[scores.index(max(scores))]",
+        "texts[scores.index(min(scores))]",
+        "the_closest_text_is_taken",
+    ),
+    "the first text, whatever the reference": (
+        "texts[scores.index(max(scores))]",
+        "texts[0]",
+        "the_closest_text_is_taken",
+    ),
+    "of equal texts the last": (
+        "texts[scores.index(max(scores))]",
+        "max(zip(scores, itertools.count(), texts))[2]",
+        "the_closest_text_is_taken",
+    ),
     "Adam's usual numbers": (
         "betas = (0.9, 0.98)",
         "betas = (0.9, 0.999)",

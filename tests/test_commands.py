@@ -27,6 +27,7 @@ from helpers import (
     training_command,
     weights,
 )
+from sacrebleu.metrics import CHRF
 
 import annotated_transformer as book
 
@@ -115,7 +116,8 @@ OPTIONS = {
     "--back --back-weight --vote --vote-power --outputs --json --corpus "
     "--split",
     "average": "--model --out",
-    "diversify": "--device --corpus --src --tgt --model --out --beam --alpha",
+    "diversify": "--device --corpus --src --tgt --model --out --beam --alpha "
+    "--closest",
     "curves": "--model --out",
     "export": "--format --model --out --quantization",
     "claims": "--full --out --resume --commit names",
@@ -930,6 +932,22 @@ def test_evaluate_writes_nothing_into_the_model(capsys, own, corpus):
     assert contents(own) == before
 
 
+@pytest.mark.parametrize("terminal", [True, False])
+@pytest.mark.parametrize("more", [[], ["--vote"]])
+def test_evaluate_says_on_a_terminal_how_far_it_is(
+    monkeypatch, small, corpus, terminal, more
+):
+    """And nothing of that in a log."""
+    said = io.StringIO()
+    said.isatty = lambda: terminal
+    monkeypatch.setattr(sys, "stderr", said)
+    command = ["evaluate", "--model", small, "--corpus", corpus, *more]
+    assert book.main([str(part) for part in command]) == 0
+    count = len(book.corpus_part(corpus, "test", "de", "en"))
+    assert (f"{count}/{count}" in said.getvalue()) == terminal
+    assert ("translated" in said.getvalue()) == terminal
+
+
 # --------------------------------------------------------- a larger corpus
 
 
@@ -995,6 +1013,33 @@ def test_a_model_of_both_directions_makes_pairs_in_both(
     assert lines_of(out / "train.de") == de + de + back
     there = translator.translate(de, 2, 0.6)
     assert lines_of(out / "train.en") == en + there + en
+
+
+def test_of_each_beam_the_text_closest_to_the_real_one_is_written(
+    capsys, pairs, small, back, tmp_path
+):
+    """And a folder begun without that is not gone on with, or vice versa."""
+    out = tmp_path / "larger"
+    command = diversify(pairs, out, small, back)
+    command[command.index("--beam") + 1] = 6
+    status, _, said = run(capsys, *command, "--closest")
+    assert status == 0 and "30 pairs and 60 made of them" in said
+    sides = {"de": numbered("train", "de"), "en": numbered("train", "en")}
+    likeness, differs = CHRF().sentence_score, 0
+    for number, folder in enumerate((small, back), 1):
+        model = book.load_translator(folder)
+        lists = model.hypotheses(sides[model.src], 6, 0.6)
+        chosen = []
+        for found, real in zip(lists, sides[model.tgt]):
+            texts = [model.join(hypothesis.tokens) for hypothesis in found]
+            scores = [likeness(text, [real]).score for text in texts]
+            chosen.append(texts[scores.index(max(scores))])
+            differs += chosen[-1] != texts[0]
+        assert lines_of(out / f"made-{number}.{model.tgt}") == chosen
+    assert differs > 5  # else nothing was chosen
+    assert "another --out" in refused(capsys, *command)
+    command[command.index("--beam") + 1] = 1
+    assert "--closest needs" in refused(capsys, *command, "--closest")
 
 
 def test_one_model_twice_makes_no_more(capsys, pairs, small, tmp_path):
@@ -1227,7 +1272,58 @@ def test_a_picture_of_another_kind_is_refused(capsys, model, tmp_path, name):
 def test_a_picture_needs_its_folder(capsys, model, tmp_path):
     path = tmp_path / "none" / "curves.svg"
     said = refused(capsys, "curves", "--model", model, "--out", path)
-    assert said == f"error: {path}: no such folder; make it first"
+    assert said == f"error: {path.parent}: no such folder; make it first"
+
+
+@pytest.mark.parametrize("name", ["figures.json", "claims.json"])
+def test_what_is_missing_is_the_folder(capsys, model, corpus, tmp_path, name):
+    """Who obeyed the name of the file would make a folder in its place."""
+    path = tmp_path / "none" / name
+    command = ["claims", "--out", path]
+    if name == "figures.json":
+        command = ["evaluate", "--model", model, "--corpus", corpus,
+                   "--json", path]  # fmt: skip
+    said = refused(capsys, *command)
+    assert said == f"error: {path.parent}: no such folder; make it first"
+
+
+def test_findings_are_not_written_into_a_folder(capsys, tmp_path):
+    said = refused(capsys, "claims", "--out", tmp_path)
+    assert said == f"error: {tmp_path} is a folder; name a file in it"
+
+
+def test_two_kinds_of_output_need_two_files(
+    capsys, monkeypatch, model, corpus, tmp_path
+):
+    monkeypatch.chdir(tmp_path)
+    said = refused(
+        capsys, "evaluate", "--model", model, "--corpus", corpus, "--json",
+        "both", "--outputs", tmp_path / "both",
+    )  # fmt: skip
+    assert "--json and --outputs name one file" in said
+    assert not (tmp_path / "both").exists()
+
+
+@pytest.mark.parametrize(
+    "command, option",
+    [(["train", "--corpus", "toy", "--out", "run"], "--from"),
+     (["claims", "--full"], "--out")],
+)  # fmt: skip
+def test_an_empty_name_is_not_taken_for_none(
+    capsys, monkeypatch, tmp_path, command, option
+):
+    """As an unset variable gives it; it would train from random weights."""
+    monkeypatch.chdir(tmp_path)
+    said = refused(capsys, *command, option, "")
+    assert f"{option} is empty" in said
+    assert not any(tmp_path.iterdir())
+
+
+def test_an_old_log_alone_is_not_written_over(capsys, corpus, tmp_path):
+    (tmp_path / "log.jsonl").write_text('{"step": 1}\n', encoding="utf-8")
+    command = training_command(corpus, tmp_path, 5)
+    assert "log.jsonl is there already" in refused(capsys, *command)
+    assert (tmp_path / "log.jsonl").read_text() == '{"step": 1}\n'
 
 
 def test_a_seed_too_large_is_named(capsys):
