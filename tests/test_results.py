@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -67,6 +68,46 @@ def test_a_model_without_a_result_is_not_published(tmp_path):
     with pytest.raises(SystemExit, match="misspelt.json is not there"):
         results.publish(args)
     assert not args.folder.exists()
+
+
+def test_a_model_without_a_log_is_not_published(tmp_path):
+    """Neither in part: the old weights would stand beside a new card."""
+    run = shutil.copytree(MODEL, tmp_path / "mean")
+    (run / "log.jsonl").unlink()
+    args = SimpleNamespace(
+        name="multi30k-de-en-2", run=run, folder=tmp_path / "new", log=None
+    )
+    with pytest.raises(SystemExit, match="name one by --log"):
+        results.publish(args)
+    assert not args.folder.exists()
+
+
+@pytest.mark.parametrize("chosen", [None, (8, 0.1)])
+def test_only_the_models_named_are_read_back(tmp_path, monkeypatch, chosen):
+    """Another one of the same languages keeps its figures."""
+    stored = (results.RESULTS / "reading.json").read_bytes()
+    before = json.loads(stored)["rows"]
+    (tmp_path / "reading.json").write_bytes(stored)
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    monkeypatch.setattr(results, "best_by_hindsight", lambda *_: 50.0)
+    monkeypatch.setattr(results, "measured_back", lambda *_: {"bleu": 1.5})
+    monkeypatch.setattr(book, "corpus_part", lambda *_: [])
+    named = ["model-en-de", "model-de-en"]
+    args = SimpleNamespace(
+        models=[f"results/{name}" for name in named], chosen=chosen,
+        settled=None, corpus="", alpha=1.5, commit="c", device="d",
+    )  # fmt: skip
+    monkeypatch.chdir(results.ROOT)
+    results.reading(args)
+    rows = json.loads((tmp_path / "reading.json").read_text("utf-8"))["rows"]
+    others = [row for row in rows if row["model"] not in named]
+    assert others == [row for row in before if row["model"] not in named]
+    assert {row["direction"] for row in others} >= {"de-en"}
+    part = results.TEST if chosen else "val"
+    new = [row for row in rows if row.get(part) == {"bleu": 1.5}]
+    each = 3 if chosen else len(results.READINGS)
+    assert [row["model"] for row in new] == sorted(named * each)[::-1]
+    assert len(rows) == len(before)
 
 
 def test_a_stale_table_is_noticed(tmp_path, monkeypatch):

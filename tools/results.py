@@ -230,6 +230,10 @@ def publish(args):
     facts, result = book.load_description(run), read(args.name)
     if result is None:  # before anything is overwritten
         sys.exit(f"results/{args.name}.json is not there: record it first")
+    log = Path(args.log or run / "log.jsonl")
+    if not log.exists():
+        sys.exit(f"no {log}; name one by --log (a mean has none of its own)")
+    log, how = log.read_text(encoding="utf-8"), result["val"]
     kept = ("preset", "recipe", "step", "val_bleu", "data", "mean_of")
     translator = book.load_translator(run)
     book.save_translator(
@@ -239,15 +243,12 @@ def publish(args):
         corpus="multi30k",
         **{key: facts[key] for key in kept if key in facts},
     )
-    log = Path(args.log or run / "log.jsonl").read_text(encoding="utf-8")
     (folder / "log.jsonl").write_text(log, encoding="utf-8")
     again, rows = book.load_translator(folder), []
     languages = again.src, again.tgt
     for part in ("val", TEST):
         pairs = book.corpus_part(args.corpus, part, *languages)
-        m, _ = book.measure(
-            again, pairs, result["val"]["beam"], result["val"]["alpha"]
-        )
+        m, _ = book.measure(again, pairs, how["beam"], how["alpha"])
         rows.append(
             f"| `{part}` | {m['bleu']:.2f} | {cased_of(m)} | "
             f"{m['chrf']:.2f} | {m['perplexity']:.2f} |"
@@ -428,8 +429,12 @@ def reading(args):
     if args.settled:
         return settled_reading(args)
     both = [book.load_translator(Path(folder)) for folder in args.models]
-    facts = read("reading") if args.chosen else {"rows": []}
-    if args.chosen and not facts:
+    facts = read("reading") or {"rows": []}
+    names = [Path(folder).name for folder in args.models]
+    if not args.chosen:  # what others have settled stays
+        stay = [row for row in facts["rows"] if row["model"] not in names]
+        facts = {"rows": stay}
+    elif not facts["rows"]:
         sys.exit("--chosen by what? first without it, on the validation set")
     part = TEST if args.chosen else "val"
     for folder, translator, back in zip(args.models, both, both[::-1]):
@@ -440,7 +445,7 @@ def reading(args):
             rows = [
                 row
                 for row in facts["rows"]
-                if row["direction"] == "-".join(way)
+                if row["model"] == Path(folder).name
                 and (row["beam"], row["back_weight"])
                 in ((4, None), (int(beam), 0.0), (int(beam), weight))
             ]
@@ -513,7 +518,8 @@ def voting(args):
     settings = VOTES
     if args.chosen:
         beam, power = int(args.chosen[0]), args.chosen[1]
-        settings = {4: (None,), beam: (power,)}
+        settings = {4: (None,)}
+        settings[beam] = (*settings.get(beam, ()), power)
     rows = {
         (row["model"], row["beam"], row["power"]): row for row in facts["rows"]
     }
