@@ -665,6 +665,11 @@ def load(source, name):
             exec(compiled(cell), module.__dict__)
     finally:
         del sys.modules[name]
+    # No slip is in these, and to make them takes seconds each time.
+    module.toy_corpus = book.toy_corpus
+    module.toy_pieces = functools.cache(
+        lambda: module.Pieces(book.toy_pieces().model)
+    )
     return module
 
 

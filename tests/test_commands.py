@@ -163,7 +163,8 @@ def test_the_script_alone_learns_to_copy(tmp_path):
     source, output, score = done.stdout.decode().splitlines()
     assert source.split() == ["source", *"31415926"]
     assert output.split() == ["output", *"31415926"]
-    assert re.fullmatch(r"exact match: 1000/1000 after \d+ updates", score)
+    right = re.fullmatch(r"exact match: (\d+)/1000 after \d+ updates", score)
+    assert int(right[1]) >= 995  # these are not those it stops by
     assert b"device: " in done.stderr
     assert list(tmp_path.iterdir()) == []
 
@@ -377,8 +378,12 @@ def test_words_of_a_model_are_not_cut_by_bpe_dropout(
     assert not out.exists()
 
 
-def test_pieces_of_a_model_are_cut_whatever_the_corpus_had(capsys, tmp_path):
+def test_pieces_of_a_model_are_cut_whatever_the_corpus_had(
+    capsys, monkeypatch, tmp_path
+):
     """The generated corpus has whole words; --from a model of pieces not."""
+    few = {part: pairs[:300] for part, pairs in book.toy_corpus().items()}
+    monkeypatch.setattr(book, "toy_corpus", lambda: few)
     pieces = tmp_path / "pieces"
     command = [
         "train", "--corpus", "toy", "--out", pieces, "--steps", 1,

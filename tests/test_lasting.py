@@ -228,51 +228,50 @@ def test_a_process_stops_as_it_is_asked_to(few, whole, tmp_path):
     assert same_run(out, whole)
 
 
-class PowerCut(BaseException):
-    """The end of a process, as far as a test in one process can tell."""
+def keep_what_a_kill_would_leave(monkeypatch, out, stops):
+    """Copy the run before, within and after each write; what was written.
 
+    A copy that would be as the one before is left out. Within: half of the
+    file stands under its passing name.
+    """
+    write_whole, written, kept = book.write_whole, [], [{}]
 
-def cut_power(monkeypatch, number, when="before"):
-    """Die at the write of that number; the list of what was written."""
-    write_whole, written = book.write_whole, []
+    def keep(when):
+        left = contents(out) if out.exists() else {}
+        if left != kept[-1]:
+            kept.append(left)
+            shutil.copytree(out, stops / f"{len(kept)} {when} {written[-1]}")
 
-    def mortal(path, write):
-        written.append(path.name)
-        if len(written) - 1 != number:
-            return write_whole(path, write)
-        if when == "before":
-            raise PowerCut
-        if when == "after":
-            write_whole(path, write)
-            raise PowerCut
-
+    def watched(path, write):
         def half(partial):
             write(partial)
             content = partial.read_bytes()
             partial.write_bytes(content[: len(content) // 2])
-            raise PowerCut
+            keep("within")
+            partial.write_bytes(content)
 
-        return write_whole(path, half)
+        written.append(path.name)
+        keep("before")
+        write_whole(path, half)
+        keep("after")
 
-    monkeypatch.setattr(book, "write_whole", mortal)
+    monkeypatch.setattr(book, "write_whole", watched)
     return written
 
 
-@pytest.mark.parametrize("when", ["before", "within", "after"])
-def test_a_run_may_die_at_any_write(few, small, tmp_path, monkeypatch, when):
+def test_a_run_may_die_at_any_write(few, small, tmp_path, monkeypatch):
+    whole, stops = tmp_path / "whole", tmp_path / "stops"
     with monkeypatch.context() as patch:
-        written = cut_power(patch, None)
-        whole = trained(few, tmp_path / "whole", 8, *LEVERS)
+        written = keep_what_a_kill_would_leave(patch, whole, stops)
+        trained(few, whole, 8, *LEVERS)
     assert written.count("checkpoint.pt") == 3
-    for number in range(len(written)):
-        out = tmp_path / str(number)
-        with monkeypatch.context() as patch, pytest.raises(PowerCut):
-            cut_power(patch, number, when)
-            trained(few, out, 8, *LEVERS)
+    left = sorted(stops.iterdir())
+    assert sum("within" in out.name for out in left) == len(written)
+    for out in left:
         for path in out.glob("*.pt"):  # what is there is whole
             torch.load(path, weights_only=True)
         resume(few, out, 8, *LEVERS)
-        assert same_run(out, whole), (written[number], when)
+        assert same_run(out, whole), out.name
 
 
 def test_half_a_file_is_never_left_in_the_place_of_a_whole_one(
@@ -784,8 +783,9 @@ def test_with_a_moving_average_that_is_what_is_kept(
 
 
 def test_training_never_looks_at_the_test_set(
-    few, small, tmp_path, monkeypatch
+    corpus, small, tmp_path, monkeypatch
 ):
+    assert (corpus / "test.de").exists()
     read, seen = book.Lines.__iter__, set()
 
     def watched(lines):
@@ -793,7 +793,7 @@ def test_training_never_looks_at_the_test_set(
         return read(lines)
 
     monkeypatch.setattr(book.Lines, "__iter__", watched)
-    trained(few, tmp_path / "out", 1)
+    trained(corpus, tmp_path / "out", 1)
     assert seen == {"train.de", "train.en", "val.de", "val.en"}
 
 
@@ -967,7 +967,8 @@ KOREAN = [
 @pytest.fixture(scope="module")
 def korean(tmp_path_factory):
     folder = tmp_path_factory.mktemp("korean")
-    for part, pairs in {"train": KOREAN, "test": KOREAN[:4]}.items():
+    parts = {"train": KOREAN, "val": KOREAN, "test": KOREAN[:4]}
+    for part, pairs in parts.items():
         for language, side in zip(("ko", "en"), zip(*pairs)):
             text = "".join(f"{line}\n" for line in side)
             path = folder / f"{part}.{language}"

@@ -321,18 +321,19 @@ SAYINGS = {
 def test_it_translates_in_a_fresh_process_without_network(folder, tmp_path):
     blocked = tmp_path / "blocked.py"
     blocked.write_text(
-        "import runpy, socket, sys\n"
+        "import socket, sys\n"
         "def refuse(*_, **__):\n"
         "    raise RuntimeError('the network was asked')\n"
         "socket.socket.connect = socket.create_connection = refuse\n"
-        "sys.argv = sys.argv[1:]\n"
-        "runpy.run_path(sys.argv[0], run_name='__main__')\n",
+        "sys.path.insert(0, sys.argv[1])\n"
+        "import annotated_transformer as book\n"
+        "sys.exit(book.main(sys.argv[2:]))\n",
         encoding="utf-8",
     )
-    script = Path(book.__file__).resolve()
+    home = Path(book.__file__).resolve().parent
     sayings = SAYINGS[folder.name]
     done = subprocess.run(
-        [sys.executable, blocked, script, "translate", "--model", folder,
+        [sys.executable, blocked, home, "translate", "--model", folder,
          *(text for text, *_ in sayings)],
         capture_output=True, text=True, encoding="utf-8", timeout=120,
         cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"},

@@ -490,6 +490,10 @@ assert str(folder / "pairs.pt") in Path("/proc/self/maps").read_text()
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
 def test_a_corpus_need_not_fit_into_memory(folder):
     """As lists, these pairs take over 100 MB; 10,000 of them, a quarter."""
+    with open("/proc/self/status") as file:
+        told = "VmHWM:" in file.read()
+    if not told:
+        pytest.skip("a sandbox that does not tell the most that was taken")
     texts = itertools.chain.from_iterable(PAIRS)
     pieces = book.Pieces.learn(texts, 500)
     (folder / "pieces.model").write_bytes(pieces.model)
