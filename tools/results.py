@@ -1056,6 +1056,7 @@ GAINS = [  # (what is changed, the result, that which it is compared with)
     ("sixth line, then diversified text",
      WRITTEN, "multi30k-en-de-tiny-spellings-mean"),
     ("the same once more, seed 0", "diversified-twice", WRITTEN[0]),
+    ("the closest of the beam, seed 0", "diversified-closest", WRITTEN[0]),
     ("first line, then diversified text",
      "multi30k-de-en-written-by-models", "multi30k-de-en-2"),
     ("both directions first, then one",
