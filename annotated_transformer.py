@@ -22,8 +22,9 @@
 # %% [markdown]
 # ## Start here
 #
-# To pass over a cell means not to read it. In a notebook run all of them
-# first, in order (*Run all*), for cells use what earlier ones define.
+# Three ways through the book follow, and two of them pass over cells. Leave
+# those unread, but in a notebook run all cells first, in order (*Run all*),
+# for they use what earlier ones define.
 #
 # **In half an hour: the model** (an hour, if you read all of its code). Begin
 # with *The task we use throughout*, and read on until *The same as torch's own
@@ -73,6 +74,9 @@
 # | the German-English model of this notebook | a minute and a half |
 # | this whole notebook | five and a half minutes |
 # | real captions (Multi30k), from the command line | an hour or less |
+#
+# (An AMD EPYC of today. On an older one, which knows AVX2 alone, the whole
+# notebook took eleven minutes.)
 #
 # **Symbols.** N, h, d_model, d_ff and d_k are the paper's; the other letters
 # are ours. A *token* is one piece of text, such as a word, a part of a word,
@@ -18417,17 +18421,18 @@ def speaks_for_all(store):
 # **What to notice.** Most of it is brought by the other recipe, of which the
 # 10,000 pieces of the first row are a part. (For German it has +2.1 on the
 # test set; but with seed 1 the same command failed, and at a lower rate that
-# seed has 1.2 more than the first line.) What was then laid upon it gains 0.2
-# to 0.8 on validation, by which it was chosen, and only one lever gains on the
-# test set, too: text that models have written, for a model that is trained
-# already. Those of German are compared with few scores, the third line's 40.8
-# first of all: if that was luck, they seem worse than they are. Longer
-# training, more dropout, and diversified text from the start, laid upon the
-# preset, gain nothing on the test set or had no claim to be measured there.
-# From German to English that lever brings most of all, 1.5 on both sets; to
-# French 0.7 and 0.9. And most lines are of one seed (to German that lever has
-# three); two seeds of one recipe differ by up to 1.1. The rest of this section
-# says how each was done. (Leave it out until you want to try one.)
+# seed has 1.2 more than the first line.) What was then laid upon it and
+# measured on the test set gains 0.2 to 0.8 on validation, by which it was
+# chosen, and only one lever gains on the test set, too: text that models have
+# written, for a model that is trained already. Those of German are compared
+# with few scores, the third line's 40.8 first of all: if that was luck, they
+# seem worse than they are. Longer training, more dropout, and diversified text
+# from the start, laid upon the preset, gain nothing on the test set or had no
+# claim to be measured there. From German to English that lever brings most of
+# all, 1.5 on both sets; to French 0.7 and 0.9. And most lines are of one seed
+# (to German that lever has three); two seeds of one recipe differ by up to
+# 1.1. The rest of this section says how each was done. (Leave it out until you
+# want to try one.)
 #
 # **For one thousand updates.** Short runs, each with one thing changed against
 # the baseline (`train --corpus multi30k --src en --tgt de --preset laptop
