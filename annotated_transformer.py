@@ -75,8 +75,8 @@
 # | this whole notebook | five and a half minutes |
 # | real captions (Multi30k), from the command line | an hour or less |
 #
-# (An AMD EPYC of today. On an older one, which knows AVX2 alone, the whole
-# notebook took eleven minutes.)
+# (On an AMD EPYC that multiplies in 16 bits. On one that has AVX2 alone, the
+# whole notebook took eleven minutes: commit `cfe3857`.)
 #
 # **Symbols.** N, h, d_model, d_ff and d_k are the paper's; the other letters
 # are ours. A *token* is one piece of text, such as a word, a part of a word,
@@ -10167,9 +10167,9 @@ def sentencepiece_is_our_algorithm():
 # is 1, greedy decoding); `both` and `lowercase` in *Levers beyond the paper*
 # (a model of both directions reads a tag that names the language wanted, and
 # one of small letters reads and writes nothing else). `watch` is for a bar
-# that shows how far it is. `Writer`, the quick cache, and `kind`, the
-# precision of its products, stand in *Making it fast*, which you may have left
-# out: nothing that is said here depends on them.
+# that shows how many are translated. `Writer`, the quick cache, and `kind`,
+# the precision of its products, stand in *Making it fast*, which you may have
+# left out: nothing that is said here depends on them.
 
 
 # %%
@@ -15105,7 +15105,7 @@ def votes_are_counted():
 # translated the same sentence, and we know how. So the beam need not guess
 # which of its texts is best: take the one that is most like the reference. It
 # is the model's own language, which a small model learns sooner than what
-# people write, and yet it says what the reference says. In `diversify` it is
+# people write, and it keeps near the reference. In `diversify` it is
 # `--closest`, and needs a list: `--beam 8`, say. What it brings stands under
 # *The levers, measured*. (*Differs from that paper*, which measures by BLEU,
 # and has a large model write for a small one.)
@@ -15124,6 +15124,11 @@ def closest(translator, lists, references):
         scores = [chrf_by_hand(letter_runs(text), wanted) for text in texts]
         chosen.append(texts[scores.index(max(scores))])
     return chosen
+
+
+# %% [markdown]
+# Whichever text of a list is the reference, it must be found; and of texts
+# that have as much of it, the first:
 
 
 # %%
@@ -18669,10 +18674,10 @@ def speaks_for_all(store):
 # de --model results/model-en-de --beam 8 --closest --alpha 1.5 --out
 # runs/guided`
 #
-# (Some 40 minutes on two cores.) For the real English that German is far
-# better than what the model writes freely: 63.7 BLEU against the real German,
-# where greedily it has 49 (*Learned by heart*). It went on with all of that
-# for 1,600 updates, with a lower peak than before, 0.0023 (`--from
+# (26 minutes on two cores, a part on each.) For the real English that German
+# is far better than what the model writes freely: 63.7 BLEU against the real
+# German, where greedily it has 49 (*Learned by heart*). It went on with all of
+# that for 1,600 updates, with a lower peak than before, 0.0023 (`--from
 # results/model-en-de --preset tiny --batch-tokens 8192 --no-half --decay
 # linear --warmup 300 --factor 0.45 --ema 0.998 --steps 1600`; 56 minutes, seed
 # 0, commit `cfe3857`, on an EPYC without products in 16 bits;
@@ -19096,7 +19101,7 @@ def closest_to_ours():
 # %% [markdown]
 # **What to notice.** Nobody has to guess the train of the first sentence: the
 # reference has it, so of the eight a text is taken that has it, too. But
-# letters are no sense. In the third sentence *his daughter* has more of the
+# letters are not sense. In the third sentence *his daughter* has more of the
 # reference's letters than *his bike*, and so the text to learn from would have
 # her repaired. A list without a good text has none to give.
 
@@ -20797,7 +20802,7 @@ NUMBERS = (
         "places in an update, on the longer side; rounded "
         "to a multiple of --max-tokens",
     ),
-    ("--max-tokens", int, "of them at once (4096 a process, or all)"),
+    ("--max-tokens", int, "of them at once (4096 a process, or fewer)"),
 )
 LEVERS = (
     ("--dropout", float, "instead of the preset's"),
