@@ -7880,27 +7880,41 @@ def what_the_machine_can_do():
 
 
 # %%
-def loss_and_gradients(states, labels, weight, tokens, smoothing, rows=256):
-    """The summed smoothed loss, and its gradients divided by `tokens`.
+def slice_of_loss(x, y, weight, tokens, smoothing):
+    """The summed smoothed loss of a slice; its gradients over `tokens`.
 
-    states (R, D), labels (R,), weight (V, D), the first and last of one
-    type, float32, float64 or bfloat16. Returns the loss, the gradients at the
-    states (R, D) and at the weight (V, D); `rows`: positions in a slice.
+    x (R, D), labels y (R,), weight (V, D) of the type of x. The gradients
+    are at x (R, D) and at the weight (V, D). Padding counts for nothing.
     """
     full = torch.promote_types(weight.dtype, torch.float)  # of all sums
-    even, total = smoothing / len(weight), 0.0  # even: for every word
-    at_states, at_weight = [], torch.zeros_like(weight, dtype=full)
+    real, even = (y != PAD).to(full), smoothing / len(weight)  # 1 or 0
+    z = (x @ weight.T).to(full)  # (R, V)
+    right = z.gather(1, y[:, None])
+    p = z.softmax(-1)
+    losses = z.amax(-1) - p.amax(-1).log()  # log_sum_exp
+    losses -= (1 - smoothing) * right[:, 0] + even * z.sum(-1)
+    p.sub_(even)  # softmax minus target, in place
+    p.scatter_add_(1, y[:, None], torch.full_like(right, smoothing - 1))
+    gradient = p.div_(tokens / real[:, None]).to(weight.dtype)  # by ∞: 0
+    return losses @ real, gradient @ weight, gradient.T @ x
+
+
+def loss_and_gradients(
+    states, labels, weight, tokens, smoothing, rows=256, of_slice=slice_of_loss
+):
+    """`slice_of_loss` of states (R, D), `rows` positions at a time.
+
+    labels (R,), weight (V, D); states and weight of one type, float32,
+    float64 or bfloat16. `of_slice`: another function that does the same.
+    """
+    full = torch.promote_types(weight.dtype, torch.float)
+    total, at_states = 0.0, []
+    at_weight = torch.zeros_like(weight, dtype=full)
     for x, y in zip(states.split(rows), labels.split(rows)):
-        z = (x @ weight.T).to(full)  # (rows, V)
-        right = z.gather(1, y[:, None])
-        p = z.softmax(-1)
-        total += (z.amax(-1) - p.amax(-1).log()).sum()  # log_sum_exp
-        total -= (1 - smoothing) * right.sum() + even * z.sum()
-        p.sub_(even)  # softmax minus target, in place
-        p.scatter_add_(1, y[:, None], torch.full_like(right, smoothing - 1))
-        gradient = p.div_(tokens).to(weight.dtype)
-        at_states.append(gradient @ weight)
-        at_weight += gradient.T @ x
+        loss, at_x, more = of_slice(x, y, weight, tokens, smoothing)
+        total += loss
+        at_states.append(at_x)
+        at_weight += more
     return total, torch.cat(at_states), at_weight
 
 
@@ -7910,6 +7924,11 @@ def loss_and_gradients(states, labels, weight, tokens, smoothing, rows=256):
 # gets a gradient twice, from the logits here and as an embedding from
 # autograd, which comes last and so leaves the gradients whole. (With several
 # processes this order matters: then autograd also sends each gradient off.)
+#
+# On a GPU it is the other way round: the slices are large, for it works at
+# thousands of rows at once, and padding stays in. To leave it out, one must
+# know how many rows remain, and for that the processor, which sends the GPU
+# its work ahead, would have to wait.
 
 
 # %%
@@ -7921,18 +7940,28 @@ def add_gradient(weight, gradient):
         weight.grad += gradient
 
 
-def backward_in_slices(model, batch, tokens, smoothing, rows=256, half=False):
+def backward_in_slices(
+    model, batch, tokens, smoothing, rows=None, half=False,
+    of_slice=slice_of_loss,
+):  # fmt: skip
     """`backward`, with the loss finished `rows` positions at a time.
 
-    `half`: its products in bfloat16.
+    `rows`: by default 256, on a GPU up to 8,192. `half`: its products in
+    bfloat16.
     """
-    real = batch.labels != PAD  # (B, T)
-    states = model.states(batch.src, batch.read)[real]  # (R, D)
+    states = model.states(batch.src, batch.read).flatten(0, 1)  # (B·T, D)
+    labels = batch.labels.flatten()  # (B·T,)
+    if states.is_cuda:
+        parts = math.ceil(len(states) / 8192)
+        rows = rows or math.ceil(len(states) / parts)
+    else:
+        real = labels != PAD
+        states, labels = states[real], labels[real]
     weight = model.tgt_embedding.weight
     kind = torch.bfloat16 if half else weight.dtype
     total, at_states, at_weight = loss_and_gradients(
-        states.detach().to(kind), batch.labels[real],
-        weight.detach().to(kind), tokens, smoothing, rows,
+        states.detach().to(kind), labels, weight.detach().to(kind), tokens,
+        smoothing, rows or 256, of_slice,
     )  # fmt: skip
     add_gradient(weight, at_weight)
     states.backward(at_states.to(states.dtype))
@@ -8086,8 +8115,11 @@ class FusedAttention(MultiHeadAttention):
     def project(self, x, *maps):
         """(B, T, D) through several linear maps at once -> (B, H, T, K) …"""
         weight = torch.cat([linear.weight for linear in maps])
-        half = isinstance(maps[0], HalfLinear)
-        y = HalfProduct.apply(x, weight, None) if half else F.linear(x, weight)
+        if not isinstance(maps[0], HalfLinear):
+            y = F.linear(x, weight)
+        else:
+            y = HalfProduct.apply(x, weight, None)
+            y = y.bfloat16() if y.is_cuda else y  # it was rounded just now
         return map(self.split, y.chunk(len(maps), dim=-1))
 
     def forward(self, query, key, value, mask=None):
@@ -8101,7 +8133,7 @@ class FusedAttention(MultiHeadAttention):
             K, V = self.project(key, self.W_K, self.W_V)
         heads = F.scaled_dot_product_attention(
             Q, K, V, attn_mask=mask, dropout_p=self.drop.p
-        )  # (B, H, T, K)
+        ).to(query.dtype)  # (B, H, T, K)
         self.weights = None
         return self.W_O(heads.transpose(1, 2).flatten(-2))  # (B, T, D)
 
@@ -8318,9 +8350,62 @@ def one_means_after_another():
 # missing, it depends: on the AMD EPYC 16 bits pay all the same, on an Intel
 # Xeon they are slower in large updates too, and are left out of the forms.
 # Three machines were measured: `benchmarks/README.md`.
-#
-# `torch.compile` promises to join the small operations. With `train --compile`
-# you may try it. It needs a C++ compiler and a minute or two to begin with.
+
+
+# %% [markdown]
+# **Joined operations.** The small operations between the products are bound by
+# memory: each reads its input, does little with it, and writes the result, for
+# the next to read. `torch.compile` watches the model run and writes one
+# program, a *kernel*, for several of them, which reads and writes once. It
+# needs to see plain steps. So it gets the loss of a slice once more, as one
+# would write it down:
+
+
+# %%
+def plain_slice_of_loss(x, y, weight, tokens, smoothing):
+    """What `slice_of_loss` computes, for a compiler to join."""
+    full = torch.promote_types(weight.dtype, torch.float)
+    log_p = (x @ weight.T).to(full).log_softmax(-1)  # (R, V)
+    right = torch.arange(len(weight), device=y.device) == y[:, None]
+    target = smoothing / len(weight) + (1 - smoothing) * right
+    real = (y != PAD).to(full)
+    losses = -(target * log_p).sum(-1)
+    gradient = real[:, None] * (log_p.exp() - target) / tokens
+    gradient = gradient.to(weight.dtype)
+    return losses @ real, gradient @ weight, gradient.T @ x
+
+
+@check
+def both_slices_of_the_loss_are_one():
+    """Loss and gradients of a slice, plain and in place, are the same."""
+    x, weight = torch.randn(9, 8), torch.randn(14, 8)
+    y = torch.tensor([4, 5, EOS, PAD, 9, PAD, 13, 4, 7])
+    for smoothing in (0.0, 0.1):
+        one, two = (
+            of_slice(x, y, weight, 7, smoothing)
+            for of_slice in (slice_of_loss, plain_slice_of_loss)
+        )
+        for found, expected in zip(one, two):
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        assert not one[1][y == PAD].any()
+
+
+def compiled_gradient(model, half=False, dynamic=True):
+    """`backward_in_slices` of a fast model, by torch.compile.
+
+    Only training is compiled; in use the model stays as it is. `dynamic`:
+    one program for batches of all shapes.
+    """
+    states = model.states
+    in_training = torch.compile(states, dynamic=dynamic)
+    model.states = lambda *x: (in_training if model.training else states)(*x)
+    of_slice = torch.compile(plain_slice_of_loss, dynamic=dynamic)
+    return partial(backward_in_slices, half=half, of_slice=of_slice)
+
+
+# %% [markdown]
+# `train --compile` uses it. It needs a C++ compiler, and a minute or two to
+# begin with.
 
 
 # %% [markdown]
@@ -17379,11 +17464,11 @@ def begin_or_resume(run, recipe, folder, options):
 def gradient_for(run, recipe, compiled=False):
     """Make the run's model fast; return what computes its gradient."""
     gradient = partial(backward_in_slices, half=recipe.half)
-    if recipe.r_drop:
-        gradient = partial(backward_r_drop, alpha=recipe.r_drop)
     fast(run.model, recipe.half)
     if compiled:
-        run.model.states = torch.compile(run.model.states, dynamic=True)
+        gradient = compiled_gradient(run.model, recipe.half)
+    if recipe.r_drop:
+        gradient = partial(backward_r_drop, alpha=recipe.r_drop)
     if place()[1] > 1:
         gradient = SharedGradient(run.model, gradient, recipe.accumulate)
     return gradient
