@@ -7131,7 +7131,7 @@ def progress(updates, recipe, done=0, title="training"):
             bar.set_postfix_str(
                 f"loss {update.loss:.3f}, {speed}, {rate} {load}", False
             )
-            bar.update()
+            bar.update(update.step - bar.n)
             yield update
 
 
@@ -8131,9 +8131,13 @@ class FusedAttention(MultiHeadAttention):
         else:
             [Q] = self.project(query, self.W_Q)
             K, V = self.project(key, self.W_K, self.W_V)
-        heads = F.scaled_dot_product_attention(
-            Q, K, V, attn_mask=mask, dropout_p=self.drop.p
-        ).to(query.dtype)  # (B, H, T, K)
+        if torch.compiler.is_compiling() and K.size(2) <= 64:
+            heads, _ = attention(Q, K, V, mask, self.drop)  # to be joined
+        else:
+            heads = F.scaled_dot_product_attention(
+                Q, K, V, attn_mask=mask, dropout_p=self.drop.p
+            )  # (B, H, T, K)
+        heads = heads.to(query.dtype)
         self.weights = None
         return self.W_O(heads.transpose(1, 2).flatten(-2))  # (B, T, D)
 
@@ -8406,6 +8410,35 @@ def compiled_gradient(model, half=False, dynamic=True):
 # %% [markdown]
 # `train --compile` uses it. It needs a C++ compiler, and a minute or two to
 # begin with.
+
+
+# %% [markdown]
+# **Recorded work.** A GPU does not know the program. The processor sends it
+# one kernel after another, some thousand for an update of tiny, and each takes
+# the processor some microseconds. Where the kernels are small, the GPU waits.
+# But what it is sent can be *recorded*, as a *CUDA graph*, and repeated at one
+# word. The price: nothing but the numbers may change. Each tensor keeps its
+# place and its shape, and on the way no number may be looked at. `train
+# --record` works like this (*Training that lasts*).
+
+
+# %%
+def as_graph(work, pool=None):
+    """(a function that does again what `work()` does, its memory pool).
+
+    On a GPU, `work()` is done once, and then recorded, which changes nothing.
+    Graphs that share a pool must take turns. Elsewhere it is `work` itself.
+    """
+    if not torch.cuda.is_available():
+        return work, None
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        work()
+    torch.cuda.current_stream().wait_stream(stream)
+    with torch.cuda.graph(graph, pool=pool, stream=stream):
+        work()
+    return graph.replay, graph.pool()
 
 
 # %% [markdown]
@@ -14725,7 +14758,10 @@ class MovingAverage:
 
     def update(self, model, step):
         """Move towards the weights of update `step`, faster at first."""
-        part = 1 - min(self.decay, (1 + step) / (10 + step))
+        self.move(model, 1 - min(self.decay, (1 + step) / (10 + step)))
+
+    def move(self, model, part):
+        """Go this part of the way to the weights."""
         with torch.no_grad():
             for kept, weight in zip(self.weights, model.parameters()):
                 kept.lerp_(weight, part)
@@ -17475,6 +17511,123 @@ def gradient_for(run, recipe, compiled=False):
 
 
 # %% [markdown]
+# With `--record`, on an NVIDIA GPU, updates are recorded (*Making it fast*),
+# one for each width of a batch, in steps of four. All pairs lie on the GPU,
+# padded, so that a batch is a list of their numbers, and what it lacks is
+# filled with empty pairs. The batches are those of `stream`. The number of
+# the update is on the GPU too, and by it the learning rate is looked up. The
+# loss is asked for every `EACH` updates only.
+
+
+# %%
+class RecordedUpdates:
+    """The updates of a Run that are left, from recorded ones; iterate over it.
+
+    `pairs`: PackedPairs; `gradient` as in `training`. Yields an Update for
+    each `EACH` (step: the last, loss: the mean), or for fewer, where
+    `save_every` or the end comes before. The moving average is updated, too.
+    """
+
+    EACH = 20
+
+    def __init__(self, run, pairs, recipe, gradient, save_every, device):
+        self.run, self.recipe, self.gradient = run, recipe, gradient
+        self.widths, self.save_every = pairs.widths(), save_every
+        end = 4 + int(self.widths.max())  # the last place, at least
+        rows = [pairs[i] for i in range(len(pairs))] + [([EOS], [BOS])]
+        self.src, self.tgt = (
+            F.pad(x, (0, end + 1 - x.size(1)), value=PAD).to(device)
+            for x in (pad(side) for side in zip(*rows))
+        )
+        width = run.model.config.d_model
+        rates = [recipe.rate(n, width) for n in range(1, recipe.steps + 1)]
+        self.rates = torch.tensor(rates, device=device)
+        self.step = torch.tensor([run.step], device=device)  # as an index
+        self.rate, self.loss, self.tokens = torch.zeros(3, device=device)
+        for group in run.optimizer.param_groups:
+            group["lr"], group["capturable"] = self.rate, device.type == "cuda"
+        self.chosen, self.work, self.pool = {}, {}, None
+
+    def update(self, width):
+        """One update, with the pairs of self.chosen[width]."""
+        run, rows = self.run, self.chosen[width]
+        batch = Batch(self.src[rows, :width], self.tgt[rows, : width + 1])
+        tokens = (batch.labels != PAD).sum()
+        run.optimizer.zero_grad()
+        loss = self.gradient(run.model, batch, tokens, self.recipe.smoothing)
+        if self.recipe.clip:
+            weights = list(run.model.parameters())
+            nn.utils.clip_grad_norm_(weights, self.recipe.clip)
+        self.rate.copy_(self.rates[self.step][0])
+        run.optimizer.step()
+        self.step += 1
+        if run.moving:
+            early = (1 + self.step) / (10 + self.step)
+            run.moving.move(run.model, 1 - early.clamp(max=run.moving.decay))
+        self.loss += loss / tokens
+        self.tokens += tokens
+
+    def state(self):
+        """All that an update changes, in this order."""
+        run = self.run
+        yield from (weight.detach() for weight in run.model.parameters())
+        yield from run.moving.weights if run.moving else ()
+        yield from (self.step, self.loss, self.tokens)
+        for state in run.optimizer.state.values():  # none before the first
+            yield from (state[name] for name in sorted(state))
+
+    def repeat(self, width):
+        """The recorded update of a width; the run stays as it is."""
+        if width in self.work:
+            return self.work[width]
+        device, before = self.src.device, [x.clone() for x in self.state()]
+        random = random_state(device)
+        work = partial(self.update, width)
+        self.work[width], self.pool = as_graph(work, self.pool)
+        for x, old in itertools.zip_longest(self.state(), before):
+            x.zero_() if old is None else x.copy_(old)
+        set_random_state(random, device)
+        return self.work[width]
+
+    def groups(self):
+        """(width, pairs' numbers) of each batch that is left, for ever."""
+        skip, most = self.run.step, self.recipe.max_tokens
+        for epoch in itertools.count():
+            seed = 1_000_003 * self.recipe.seed + epoch
+            draw = torch.Generator().manual_seed(seed)
+            for group in token_batches(self.widths, most, draw):
+                if skip:
+                    skip -= 1
+                    continue
+                width = -(-int(self.widths[group].max()) // 4) * 4
+                rows = max(1, most // max(1, width - 3))
+                empty = [len(self.src) - 1] * (rows - len(group))
+                yield width, torch.tensor(group + empty)
+
+    def __iter__(self):
+        model, recipe, step = self.run.model, self.recipe, self.run.step
+        began, told = time.perf_counter(), step
+        for width, group in self.groups() if step < recipe.steps else ():
+            model.train()
+            if width in self.chosen:
+                self.chosen[width].copy_(group)
+            else:
+                self.chosen[width] = group.to(self.src.device)
+            self.repeat(width)()
+            step += 1
+            last = step == recipe.steps
+            if last or not (step % self.EACH and step % self.save_every):
+                loss = float(self.loss) / (step - told)
+                tokens, rate = int(self.tokens), float(self.rate)
+                self.loss.zero_(), self.tokens.zero_()
+                seconds = time.perf_counter() - began
+                yield Update(step, loss, rate, tokens, seconds)
+                began, told = time.perf_counter(), step
+            if last:
+                return
+
+
+# %% [markdown]
 # A run may also be *asked* to end: by Ctrl-C, or by SIGTERM, which a cluster's
 # queue and `torchrun` send some time before they kill. Then it completes its
 # update, saves and ends, and nothing is lost; a second Ctrl-C ends it at once.
@@ -17544,7 +17697,8 @@ def train_translator(run, train, val, recipe, folder, options, request=None):
     """Train and keep checkpoints in `folder`.
 
     `options`: `device`, `resume`, `save_every`, `average` (how many
-    checkpoints), `tensorboard`, `compile`, and `say` (prints a line).
+    checkpoints), `tensorboard`, `compile`, `record`, and `say` (prints a
+    line).
     `request()` is 0, or the signal by which the run is asked to stop.
     """
     begin_or_resume(run, recipe, folder, options)
@@ -17558,16 +17712,21 @@ def train_translator(run, train, val, recipe, folder, options, request=None):
     updates = training(
         run.model, batches, recipe, run.optimizer, run.step, gradient
     )
+    if options.get("record"):
+        updates = RecordedUpdates(
+            run, train, recipe, gradient, options["save_every"],
+            options["device"],
+        )  # fmt: skip
     known = spread(train)
     if run.step >= recipe.steps and from_first(partial(no_mean, folder, run)):
         validate_average(run, known, val, folder, log, options)
         run.save(folder)
     losses, pace = [], []
     for update in progress(updates, recipe, run.step) if first() else updates:
-        if run.moving:
+        if run.moving and not options.get("record"):
             run.moving.update(run.model, update.step)
+        pace.append(update.seconds / (update.step - run.step))
         run.step, run.seconds = update.step, run.seconds + update.seconds
-        pace.append(update.seconds)
         losses.append(update.loss)
         if len(pace) == 10:
             left = (recipe.steps - update.step) * sum(pace[3:]) / 7
@@ -19980,6 +20139,8 @@ def run_train(args):
     if args.compile:
         check_compiler(device)
     recipe, sizes, pieces = settings_of(args)
+    if args.record:
+        check_record(args, device, recipe)
     facts = {"languages": [args.src, args.tgt], "preset": args.preset}
     facts |= {"corpus": str(args.corpus), "recipe": asdict(recipe)}
     if recipe.steps < recipe.warmup:
@@ -20014,6 +20175,7 @@ def run_train(args):
             "average": args.average,
             "tensorboard": args.tensorboard,
             "compile": args.compile,
+            "record": args.record,
             "say": say,
         }
         with asked_to_stop() as request:
@@ -20279,6 +20441,26 @@ def check_tensorboard():
 
 
 # %% tags=["plumbing"]
+def check_record(args, device, recipe):
+    """InputError where updates can't be recorded."""
+    if device.type != "cuda":
+        raise InputError(f"--record needs an NVIDIA GPU, not {device.type}")
+    if recipe.accumulate > 1:
+        raise InputError(
+            "--record makes an update in one part: "
+            f"--max-tokens {recipe.batch_tokens}"
+        )
+    others = {
+        "--compile": args.compile,
+        "--r-drop": recipe.r_drop,
+        "--bpe-dropout": recipe.bpe_dropout,
+        "several processes": place()[1] > 1,
+    }
+    for name, is_there in others.items():
+        if is_there:
+            raise InputError(f"--record does not go with {name}")
+
+
 def check_compiler(device):
     """InputError where torch.compile would find no C++ compiler."""
     names = os.environ.get("CXX", "g++"), "clang++", "cl"
@@ -20971,6 +21153,8 @@ def add_training(train):
     option("--tensorboard", action="store_true", help=text)
     text = "let torch.compile join small operations"
     option("--compile", action="store_true", help=text)
+    text = "record updates on an NVIDIA GPU and repeat them (CUDA graphs)"
+    option("--record", action="store_true", help=text)
     levers = train.add_argument_group("levers beyond the paper")
     add_numbers(levers, LEVERS)
     option = levers.add_argument

@@ -3,10 +3,11 @@
 Base, with the paper's 37,000 words and updates of 25,000 places (pairs of 32
 tokens a side, no padding), products in bfloat16: ours, and the same
 architecture from torch.nn.Transformer with `cross_entropy`, `nn.Dropout`,
-autocast and a fused Adam. Each runs as it is and through torch.compile, in
-alternation, several rounds of some updates after a warm-up. The *share* is
-the operations in products over the time, as a part of what the GPU makes in
-one large product, measured in each round.
+autocast and a fused Adam. Each runs as it is, through torch.compile, and
+compiled and recorded as a CUDA graph, in alternation, several rounds of some
+updates after a warm-up. The *share* is the operations in products over the
+time, as a part of what the GPU makes in one large product, measured in each
+round.
 
 Prints and, with --json, writes tokens a second, shares and ratios: the median
 of the rounds, the least and the largest. Needs a CUDA device.
@@ -73,19 +74,31 @@ def full_batch(vocab, pairs, length, device):
     return book.Batch(src, tgt).to(device)
 
 
+def optimizer_of(model):
+    """The book's Adam, with a rate, and fit to be recorded."""
+    optimizer = book.adam(model)  # fused
+    for group in optimizer.param_groups:
+        on_gpu = group["params"][0].is_cuda
+        group["lr"], group["capturable"] = 1e-5, on_gpu
+    return optimizer
+
+
 def our_update(config, batch, compiled):
     """A function that makes an update of the book's fast form."""
     torch.manual_seed(0)
-    model = book.Transformer(config).to(batch.src.device)
-    model = book.fast(model, half=True)
+    model = book.Transformer(config).to(batch.src.device).train()
+    model, tokens = book.fast(model, half=True), batch.count()
     gradient = book.partial(book.backward_in_slices, half=True)
     if compiled:
         gradient = book.compiled_gradient(model, half=True, dynamic=False)
-    recipe = book.Recipe(batch_tokens=10**6, max_tokens=10**6)
-    updates = book.training(
-        model, book.itertools.repeat(batch), recipe, gradient=gradient
-    )
-    return lambda: next(updates)
+    optimizer = optimizer_of(model)
+
+    def update():
+        optimizer.zero_grad()
+        gradient(model, batch, tokens, 0.1)
+        optimizer.step()
+
+    return update
 
 
 def peers_update(config, batch, compiled):
@@ -93,14 +106,12 @@ def peers_update(config, batch, compiled):
     torch.manual_seed(0)
     device = batch.src.device
     model = peers.torch_transformer(config).to(device).train()
-    optimizer = book.adam(model)  # fused, as ours
-    for group in optimizer.param_groups:
-        group["lr"] = 1e-5
+    optimizer = optimizer_of(model)
     loss_of = torch.compile(model.loss) if compiled else model.loss
 
     def update():
         optimizer.zero_grad()
-        with torch.autocast(device.type, HALF):
+        with torch.autocast(device.type, HALF, cache_enabled=not compiled):
             loss = loss_of(batch)
         loss.backward()
         optimizer.step()
@@ -122,11 +133,11 @@ def measure(args, device):
     for name, make in (("peer", peers_update), ("ours", our_update)):
         for compiled in (False, True):
             how = ", compiled" if compiled else ""
-            runs[name + how] = make(config, batch, compiled)
+            run = runs[name + how] = make(config, batch, compiled)
+            for _ in range(3):  # compiles, and warms up
+                run()
+        runs[f"{name}, recorded"], _ = book.as_graph(run)  # compiled, too
     seconds, rates = {name: [] for name in runs}, []
-    for run in runs.values():
-        for _ in range(3):  # compiles, and warms up
-            run()
     for _ in range(args.rounds):
         rates.append(product_rate(device, side))
         for name, run in runs.items():
