@@ -186,7 +186,7 @@ def main(argv=None):
     if device == "cpu" and not args.quick:
         parser.error("no CUDA device here; --quick shows that it runs")
     facts = machine(vars(args))
-    facts["commit"] = facts["commit"] or args.commit
+    facts["commit"] = facts["options"].pop("commit") or facts["commit"]
     if device == "cuda":
         facts["gpu"] = torch.cuda.get_device_name()
     print(json.dumps(facts))

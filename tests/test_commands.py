@@ -105,7 +105,7 @@ def test_help_lists_every_command(capsys):
 OPTIONS = {
     "copy": "--device --seed",
     "train": "--device --corpus --src --tgt --preset --out --steps --seed "
-    "--cache --from --compile "
+    "--cache --from --compile --record "
     "--pieces --warmup --factor --batch-tokens --max-tokens --average "
     "--tensorboard "
     "--norm-first --dropout --attention-dropout --decay --ema --r-drop "

@@ -502,12 +502,52 @@ def test_compile_reaches_the_model(few, small, tmp_path, monkeypatch, capsys):
     trained(few, tmp_path / "plain", 1)
     assert not compiled
     trained(few, tmp_path / "compiled", 1, "--compile")
-    [(function, how)] = compiled
-    assert function.__func__ is book.Transformer.states and how["dynamic"]
+    [(states, how), (of_slice, _)] = compiled
+    assert states.__func__ is book.Transformer.states and how["dynamic"]
+    assert of_slice is book.plain_slice_of_loss
     monkeypatch.undo()
     monkeypatch.setattr(shutil, "which", lambda name: None)
     command = training_command(few, tmp_path / "none", 1, "--compile")
     assert "C++ compiler" in refused(capsys, *command)
+
+
+@pytest.mark.parametrize(
+    "changes, named",
+    [
+        ({"compile": True}, "--compile"),
+        ({"r_drop": 5.0}, "--r-drop"),
+        ({"bpe_dropout": 0.1}, "--bpe-dropout"),
+        ({"max_tokens": 500}, "--max-tokens 1000"),
+        ({"device": "cpu"}, "NVIDIA GPU"),
+    ],
+)
+def test_what_cannot_be_recorded_is_refused(changes, named):
+    facts = dict(batch_tokens=1000, max_tokens=1000) | changes
+    device = torch.device(facts.pop("device", "cuda"))
+    args = types.SimpleNamespace(compile=facts.pop("compile", False))
+    with pytest.raises(book.InputError, match=named):
+        book.check_record(args, device, book.Recipe(**facts))
+
+
+def test_a_gpu_records_and_a_processor_says_that_it_cannot(
+    few, small, tmp_path, monkeypatch, capsys
+):
+    command = training_command(few, tmp_path / "out", 1, "--record")
+    assert "--record needs an NVIDIA GPU, not cpu" in refused(capsys, *command)
+    recorded, record = [], book.as_graph
+
+    def watched(work, pool=None):
+        recorded.append(work)
+        return record(work, pool)
+
+    monkeypatch.setattr(book, "check_record", lambda *facts: None)
+    monkeypatch.setattr(book, "as_graph", watched)
+    trained(few, tmp_path / "plain", 3)
+    assert not recorded
+    out = trained(few, tmp_path / "out", 3, "--record", "--save-every", 2)
+    steps = [e["step"] for e in book.read_log(out) if "val_bleu" in e]
+    assert recorded and steps == [2, 3]
+    assert checkpoint(out)["optimizer"]["state"][0]["step"] == 3
 
 
 # -------------------------------------------------- which weights are kept

@@ -15,6 +15,7 @@ sys.path.insert(0, str(book.Path(book.__file__).parent / "benchmarks"))
 
 import decoding_peers  # noqa: E402
 import export  # noqa: E402
+import gpu  # noqa: E402
 import machine  # noqa: E402
 import peers  # noqa: E402
 import run  # noqa: E402
@@ -257,6 +258,32 @@ def test_a_ratio_of_speeds_is_that_of_the_rounds():
     }
     what = "base, greedy, ours in 16 bits over Marian in 32"
     assert reached[what] == [2, 1, 3]
+
+
+def test_a_gpu_is_measured_by_the_same_command(tmp_path, monkeypatch, capsys):
+    """Here its quick form, on the processor, with a compiler that copies."""
+    monkeypatch.setattr(torch, "compile", lambda function, **how: function)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    config = book.Config(100, 100, N=1, d_model=32, d_ff=64, h=2)
+    file = tmp_path / "gpu.json"
+    gpu.main(["--quick", "--json", str(file), "--commit", "abc1234"])
+    found = json.loads(file.read_text("utf-8"))
+    assert found["machine"]["commit"] == "abc1234"
+    forms = [row["form"] for row in found["rows"]]
+    ways = "", ", compiled", ", recorded"
+    assert forms == [who + way for who in ("peer", "ours") for way in ways]
+    for row in found["rows"]:
+        rate = row["operations_per_second"][0]
+        tokens, share = row["tokens_per_second"][0], row["share"][0]
+        per_token = gpu.operations(config, 8) / 8
+        assert share == pytest.approx(tokens * per_token / rate, rel=0.01)
+    parts = dict.fromkeys(("training", "decoding_peers"), {"rows": []})
+    reached = {what: aim for what, _, aim in run.aims(parts | {"gpu": found})}
+    assert reached["GPU, base, compiled, of the product rate"] == 0.35
+    assert reached["GPU, base, recorded, over nn.Transformer likewise"] == 1.3
+    with pytest.raises(SystemExit):
+        gpu.main([])
+    assert "no CUDA device" in capsys.readouterr().err
 
 
 def test_the_machine_is_named_even_without_git_or_a_name(

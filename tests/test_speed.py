@@ -282,3 +282,105 @@ def test_where_pages_are_not_counted_the_book_says_so(
         monkeypatch.setattr(resource, "getrusage", lambda who: usage)
     book.EXAMPLES["memory_of_an_update"]()
     assert "does not count" in capsys.readouterr().out
+
+
+# ------------------------------------------------------------ recorded updates
+
+
+@pytest.fixture
+def a_run(one_thread):
+    """A function that makes a small Run, and its PackedPairs."""
+    pairs = [(pair.de, pair.en) for pair in book.toy_corpus()["train"][:300]]
+
+    def make():
+        torch.manual_seed(0)
+        sizes = dict(N=1, d_model=16, d_ff=32, h=2, dropout=0.0)
+        translator = book.untrained_translator(
+            pairs, ("de", "en"), sizes, pieces=300
+        )
+        model = book.fast(translator.model)
+        moving = book.MovingAverage(model, 0.99)
+        run = book.Run(translator, book.adam(model), moving, {})
+        return run, book.pack(translator, pairs)
+
+    return make
+
+
+RECORDED = book.Recipe(
+    steps=50, warmup=40, factor=0.1, batch_tokens=600, max_tokens=600, ema=0.99
+)
+
+
+def by_recorded_updates(run, pairs, every=30, stop=50, recipe=RECORDED):
+    """Train to update `stop`; the Updates on the way."""
+    updates = book.RecordedUpdates(
+        run, pairs, recipe, book.backward_in_slices, every,
+        torch.device("cpu"),
+    )  # fmt: skip
+    told = []
+    for update in updates:
+        told.append(update)
+        run.step = update.step
+        if update.step == stop:
+            break
+    return told
+
+
+def ends(run):
+    """Weights and their moving averages."""
+    return [*run.model.state_dict().values(), *run.moving.weights]
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_recorded_updates_are_those_of_training(a_run, clip):
+    """The same batches, rates, moving average and losses."""
+    recipe = book.replace(RECORDED, clip=clip)
+    run, pairs = a_run()
+    plain = []
+    for update in book.training(
+        run.model, book.stream(pairs, 600, 0), recipe, run.optimizer,
+        gradient=book.backward_in_slices,
+    ):  # fmt: skip
+        run.moving.update(run.model, update.step)
+        plain.append(update)
+    expected, (run, pairs) = ends(run), a_run()
+    told = by_recorded_updates(run, pairs, recipe=recipe)
+    assert [update.step for update in told] == [20, 30, 40, 50]
+    for before, update in zip([0, 20, 30, 40], told):
+        few = plain[before : update.step]
+        mean = sum(one.loss for one in few) / len(few)
+        assert update.loss == pytest.approx(mean, rel=1e-5)
+        assert update.tokens == sum(one.tokens for one in few)
+        assert update.rate == pytest.approx(few[-1].rate)
+    torch.testing.assert_close(ends(run), expected, rtol=1e-3, atol=1e-4)
+
+
+def test_recording_leaves_the_run_as_it_is(a_run, monkeypatch):
+    """On a GPU the work is done once before it is recorded."""
+    run, pairs = a_run()
+    by_recorded_updates(run, pairs)
+    expected = ends(run)
+
+    def as_a_gpu_does(work, pool=None):
+        work()
+        torch.rand(3)  # dropout draws
+        return work, None
+
+    monkeypatch.setattr(book, "as_graph", as_a_gpu_does)
+    torch.manual_seed(5)
+    wanted = torch.rand(1)
+    run, pairs = a_run()
+    torch.manual_seed(5)
+    by_recorded_updates(run, pairs)
+    torch.testing.assert_close(ends(run), expected, rtol=0, atol=0)
+    assert torch.rand(1) == wanted
+
+
+def test_recorded_updates_go_on_where_they_were(a_run):
+    run, pairs = a_run()
+    by_recorded_updates(run, pairs)
+    expected, (run, pairs) = ends(run), a_run()
+    by_recorded_updates(run, pairs, stop=30)
+    assert run.step == 30
+    by_recorded_updates(run, pairs)
+    torch.testing.assert_close(ends(run), expected, rtol=0, atol=0)

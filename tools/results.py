@@ -967,6 +967,27 @@ def speed_table(names=tuple(MACHINES), aimed=False):
     return lines
 
 
+def gpu_table():
+    """Return the lines of how fast a GPU trains, from benchmarks-gpu.json."""
+    found = read("benchmarks-gpu") or {"rows": []}
+    lines = [
+        "| form | ms | tokens/s | of the product rate | over the peer's |",
+        "|---|---|---|---|---|",
+    ]
+    for row in found["rows"]:
+        name = row["form"].replace("peer", "nn.Transformer")
+        cells = [f"{name}{', as it is' * (', ' not in name)}"]
+        cells += [f"{row['milliseconds']:.1f}"]
+        cells += [f"{row['tokens_per_second'][0]:,.0f}"]
+        for key, digits in (("share", 3), ("over_peer_likewise", 2)):
+            middle, least, most = row[key]
+            spread = f" ({least:.{digits}f} to {most:.{digits}f})"
+            cells.append(f"**{middle:.{digits}f}**{spread}")
+        cells[-1] = "" if "peer" in row["form"] else cells[-1]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
 def claim_lines(facts, verdict=""):
     """Return a claim and what was found, as lines of a list."""
     text = f"Section {facts['section']}: {facts['claim']}. {verdict}"
@@ -1127,6 +1148,7 @@ TABLES = {
     "levers": levers_table,
     "full length": full_length_table,
     "speed": speed_table,
+    "speed on a GPU": gpu_table,
     "speed in short": partial(speed_table, (None,), aimed=True),
     "claims": claims_table,
     "long claims": long_claims,
