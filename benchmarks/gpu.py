@@ -136,7 +136,9 @@ def measure(args, device):
             run = runs[name + how] = make(config, batch, compiled)
             for _ in range(3):  # compiles, and warms up
                 run()
-        runs[f"{name}, recorded"], _ = book.as_graph(run)  # compiled, too
+        runs[f"{name}, recorded"], _ = book.as_graph(
+            run, batch.src.device
+        )  # compiled, too
     seconds, rates = {name: [] for name in runs}, []
     for _ in range(args.rounds):
         rates.append(product_rate(device, side))

@@ -519,9 +519,12 @@ def test_compile_reaches_the_model(few, small, tmp_path, monkeypatch, capsys):
         ({"bpe_dropout": 0.1}, "--bpe-dropout"),
         ({"max_tokens": 500}, "--max-tokens 1000"),
         ({"device": "cpu"}, "NVIDIA GPU"),
+        ({"processes": 2}, "several processes"),
     ],
 )
-def test_what_cannot_be_recorded_is_refused(changes, named):
+def test_what_cannot_be_recorded_is_refused(changes, named, monkeypatch):
+    number = changes.pop("processes", 1)
+    monkeypatch.setattr(book, "place", lambda: (0, number))
     facts = dict(batch_tokens=1000, max_tokens=1000) | changes
     device = torch.device(facts.pop("device", "cuda"))
     args = types.SimpleNamespace(compile=facts.pop("compile", False))
@@ -536,18 +539,27 @@ def test_a_gpu_records_and_a_processor_says_that_it_cannot(
     assert "--record needs an NVIDIA GPU, not cpu" in refused(capsys, *command)
     recorded, record = [], book.as_graph
 
-    def watched(work, pool=None):
+    def watched(work, *where):
         recorded.append(work)
-        return record(work, pool)
+        return record(work, *where)
 
     monkeypatch.setattr(book, "check_record", lambda *facts: None)
     monkeypatch.setattr(book, "as_graph", watched)
     trained(few, tmp_path / "plain", 3)
     assert not recorded
-    out = trained(few, tmp_path / "out", 3, "--record", "--save-every", 2)
-    steps = [e["step"] for e in book.read_log(out) if "val_bleu" in e]
-    assert recorded and steps == [2, 3]
-    assert checkpoint(out)["optimizer"]["state"][0]["step"] == 3
+    options = "--save-every", 25, "--ema", 0.9, "--dropout", 0, "--warmup", 30
+    out = trained(few, tmp_path / "out", 40, "--record", *options)
+    assert recorded
+    plain = trained(few, tmp_path / "usual", 40, *options)
+    assert checkpoint(out)["optimizer"]["state"][0]["step"] == 40
+    told, usual = (
+        {e["step"]: e for e in book.read_log(folder)}
+        for folder in (out, plain)
+    )
+    assert told.keys() == usual.keys() == {20, 25, 40}
+    for step, values in told.items():
+        for name in {"loss", "val_loss", "rate"} & values.keys():
+            assert values[name] == pytest.approx(usual[step][name], rel=3e-4)
 
 
 # -------------------------------------------------- which weights are kept

@@ -299,8 +299,11 @@ def a_run(one_thread):
             pairs, ("de", "en"), sizes, pieces=300
         )
         model = book.fast(translator.model)
-        moving = book.MovingAverage(model, 0.99)
-        run = book.Run(translator, book.adam(model), moving, {})
+        moving, facts = (
+            book.MovingAverage(model, 0.99),
+            {"recipe": {"seed": 0}},
+        )
+        run = book.Run(translator, book.adam(model), moving, facts)
         return run, book.pack(translator, pairs)
 
     return make
@@ -361,7 +364,7 @@ def test_recording_leaves_the_run_as_it_is(a_run, monkeypatch):
     by_recorded_updates(run, pairs)
     expected = ends(run)
 
-    def as_a_gpu_does(work, pool=None):
+    def as_a_gpu_does(work, device, pool=None):
         work()
         torch.rand(3)  # dropout draws
         return work, None
@@ -376,11 +379,14 @@ def test_recording_leaves_the_run_as_it_is(a_run, monkeypatch):
     assert torch.rand(1) == wanted
 
 
-def test_recorded_updates_go_on_where_they_were(a_run):
+def test_recorded_updates_go_on_from_a_checkpoint(a_run, tmp_path):
     run, pairs = a_run()
     by_recorded_updates(run, pairs)
     expected, (run, pairs) = ends(run), a_run()
     by_recorded_updates(run, pairs, stop=30)
+    run.save(tmp_path)
+    run, pairs = a_run()
+    run.load(tmp_path)
     assert run.step == 30
     by_recorded_updates(run, pairs)
     torch.testing.assert_close(ends(run), expected, rtol=0, atol=0)
