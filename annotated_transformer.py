@@ -18621,12 +18621,12 @@ def speaks_for_all(store):
 # `--factor 0.3 --steps 6000`, a model learned to write captions and hardly to
 # look at the source (15 on validation; seed 0, commit `e453012`).
 #
-# **Asked often:** does the warm-up matter? Probably much. On an H200 we
-# trained seven models with updates of 8,192 places: three to German and three
-# to French on text that models had written (*The levers, measured*), one to
-# German on the real pairs alone. Time was short, so they got 2,300 updates, of
-# which 575 were warm-up, and so the peak rose to 0.0055. All seven were still
-# far behind when the rate was at 0: 12.4 to 20.3 on validation, greedily
+# **Does the warm-up matter here?** Probably much. On an H200 we trained seven
+# models with updates of 8,192 places: three to German and three to French on
+# text that models had written (*The levers, measured*), one to German on the
+# real pairs alone. Time was short, so they got 2,300 updates, of which 575
+# were warm-up, and so the peak rose to 0.0055. All seven were still far behind
+# when the rate was at 0: 12.4 to 20.3 on validation, greedily
 # (`results/gpu-training.json`, commit 04b939e), where seed 1, above, stood for
 # a thousand updates. Six of the same size, from English or into it on the real
 # pairs, with a warm-up of 1,200 and a peak of 0.0038, had 36.3 to 53.2 after

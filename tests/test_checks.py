@@ -160,14 +160,24 @@ SLIPS = {
         "accumulated_gradient_is_the_large_one",
     ),
     "each part divided by its own tokens, in slices": (
-        "gradient = p.div_(tokens)",
-        "gradient = p.div_(len(labels))",
+        "gradient = p.div_(tokens / real[:, None])",
+        "gradient = p.div_(len(y) / real[:, None])",
         "fast_form_changes_nothing",
     ),
     "padding counted in the loss": (
-        "real = batch.labels != PAD  # (B, T)",
-        "real = batch.labels >= PAD  # (B, T)",
-        "fast_form_changes_nothing",
+        "real = (y != PAD).to(full)  # 1 or 0",
+        "real = (y >= PAD).to(full)  # 1 or 0",
+        "both_slices_of_the_loss_are_one",
+    ),
+    "padding counted in the loss that is compiled": (
+        "gradient = real[:, None] * (log_p.exp() - target) / tokens",
+        "gradient = (log_p.exp() - target) / tokens",
+        "both_slices_of_the_loss_are_one",
+    ),
+    "no smoothing in the loss that is compiled": (
+        "target = smoothing / len(weight) + (1 - smoothing) * right",
+        "target = 1.0 * right",
+        "both_slices_of_the_loss_are_one",
     ),
     "a slice of the loss lost": (
         "zip(states.split(rows), labels.split(rows))",
