@@ -18993,9 +18993,9 @@ def speaks_for_all(store):
 # commit `04b939e`; `results/diversified-better-text.json`). Greedily BLEU is
 # 41.6 after 500 updates, 42.1 after 3,000, whose weights were kept, and 41.9
 # at the end. With the beam it is 43.0, where the three seeds with the older
-# text have 43.1, 42.7 and 42.8: no better, so the test set was left alone. Of
-# the sentences that they have learned, it seems, both pairs of models write
-# about equally well.
+# text have 43.1, 42.7 and 42.8: no better, so the test set was left alone. Our
+# guess, not tried: on sentences that they have learned, both pairs of models
+# write about equally well.
 #
 # **The closest of the beam** (*Levers beyond the paper*) brought that model
 # less than nothing. Both German-English models, the published one and the one
