@@ -8441,6 +8441,7 @@ def plain_slice_of_loss(x, y, weight, tokens, smoothing):
     return losses @ real, gradient @ weight, gradient.T @ x
 
 
+# %%
 @check
 def both_slices_of_the_loss_are_one():
     """Loss and gradients of a slice, plain and in place, are the same."""
@@ -8456,6 +8457,11 @@ def both_slices_of_the_loss_are_one():
         assert not one[1][y == PAD].any()
 
 
+# %% [markdown]
+# With it, and with the states compiled, the gradient is computed as above:
+
+
+# %%
 def compiled_gradient(model, half=False, dynamic=True):
     """`backward_in_slices` of a fast model, by torch.compile.
 
@@ -17565,7 +17571,7 @@ def gradient_for(run, recipe, compiled=False):
 # `results/gpu-training.json`, commit 04b939e.)
 
 
-# %%
+# %% tags=["plumbing"]
 class RecordedUpdates:
     """The updates of a Run that are left, from recorded ones; iterate over it.
 
