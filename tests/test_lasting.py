@@ -1034,7 +1034,7 @@ def korean_model(korean, tmp_path_factory):
         "--src", "ko", "--tgt", "en", "--pieces", 90, "--norm-first",
         "--dropout", 0, "--warmup", 40, "--factor", 0.5, "--save-every", 50,
     )  # fmt: skip
-    return trained(korean, out, 100, *details)
+    return trained(korean, out, 150, *details)  # 100 is just too few
 
 
 def test_a_korean_corpus_is_learned_and_used_in_a_fresh_process(
