@@ -5267,6 +5267,12 @@ def batches_hold_each_pair_once():
 
 
 # %%
+def epoch_batches(widths, max_tokens, seed, epoch):
+    """The batches of one epoch, each a list of the pairs' numbers."""
+    generator = torch.Generator().manual_seed(1_000_003 * seed + epoch)
+    return token_batches(widths, max_tokens, generator)
+
+
 def stream(pairs, max_tokens, seed=0, device="cpu", skip=0):
     """Endless training batches from (source ids, target ids) pairs.
 
@@ -5282,8 +5288,7 @@ def stream(pairs, max_tokens, seed=0, device="cpu", skip=0):
             widths = [max(len(src), len(tgt) - 1) for src, tgt in now]
         if not len(widths):  # else this loop would never end
             raise InputError("no pairs to train on: the corpus is empty")
-        generator = torch.Generator().manual_seed(1_000_003 * seed + epoch)
-        for group in token_batches(widths, max_tokens, generator):
+        for group in epoch_batches(widths, max_tokens, seed, epoch):
             if skip:
                 skip -= 1
                 continue
@@ -8015,9 +8020,9 @@ def dropout_keeps_the_mean():
 # only products with weights are rounded, in training: their factors and their
 # results, not the sums on the way. All else is in 32 bits: the weights
 # themselves, Adam's two means, norms, and attention's own two products with
-# the softmax between them (these are in 16 bits on a GPU, as their factors are
-# results of products). The model stays as it is: its linear maps change their
-# class, not their weights.
+# the softmax between them. (On a GPU attention is in 16 bits as well: queries,
+# keys and values have just been rounded anyway.) The model stays as it is: its
+# linear maps change their class, not their weights.
 
 
 # %%
@@ -8422,9 +8427,10 @@ def memory_of_an_update():
 # **Joined operations.** The small operations between the products are bound by
 # memory: each reads its input, does little with it, and writes the result, for
 # the next to read. `torch.compile` watches the model run and writes one
-# program, a *kernel*, for several of them, which reads and writes once. It
-# needs to see plain steps. So it gets the loss of a slice once more, as one
-# would write it down:
+# program, a *kernel*, for several of them, which reads and writes once. In
+# `slice_of_loss` the target is taken away at single places, which interrupts
+# such a row of operations. So the compiler gets the loss of a slice once more,
+# as one would write it down:
 
 
 # %%
@@ -8439,6 +8445,10 @@ def plain_slice_of_loss(x, y, weight, tokens, smoothing):
     gradient = real[:, None] * (log_p.exp() - target) / tokens
     gradient = gradient.to(weight.dtype)
     return losses @ real, gradient @ weight, gradient.T @ x
+
+
+# %% [markdown]
+# Both must give the same, and of padding nothing:
 
 
 # %%
@@ -8482,11 +8492,11 @@ def compiled_gradient(model, half=False, dynamic=True):
 
 # %% [markdown]
 # **Recorded work.** A GPU does not know the program. The processor sends it
-# one kernel after another, for an update of tiny about a thousand, and each
-# takes the processor some microseconds. Where the kernels are small, the GPU
-# waits. But what it is sent can be *recorded*, as a *CUDA graph*, and repeated
-# by one call. The price: nothing but the numbers may change. Each tensor keeps
-# its place and its shape, and on the way no number may be looked at. `train
+# one kernel after another, for an update of tiny many hundreds, and each takes
+# the processor some microseconds. Where the kernels are small, the GPU waits.
+# But what it is sent can be *recorded*, as a *CUDA graph*, and repeated by one
+# call. The price: nothing but the numbers may change. Each tensor keeps its
+# place and its shape, and on the way no number may be looked at. `train
 # --record` works like this (*Training that lasts*).
 
 
@@ -8959,8 +8969,8 @@ def writer_changes_nothing():
 
 # %% [markdown]
 # Again on your machine: base, with random weights, writes up to 20 words for
-# each of 32 sources of 15 tokens. (16 bits, which are left out where they do
-# not pay, may choose other words, now and then, where two are almost equally
+# each of 32 sources of 15 tokens. (Products in 16 bits, left out where they do
+# not pay, may lead to other words, now and then, where two are almost equally
 # likely.)
 
 
@@ -17547,7 +17557,7 @@ def gradient_for(run, recipe, compiled=False):
     fast(run.model, recipe.half)
     if compiled:
         gradient = compiled_gradient(run.model, recipe.half)
-    if recipe.r_drop:
+    if recipe.r_drop:  # with the compiled states, if so
         gradient = partial(backward_r_drop, alpha=recipe.r_drop)
     if place()[1] > 1:
         gradient = SharedGradient(run.model, gradient, recipe.accumulate)
@@ -17563,12 +17573,32 @@ def gradient_for(run, recipe, compiled=False):
 # is asked for every `EACH` updates only.
 #
 # Does a GPU learn the same in this way? From English to French, one recipe and
-# seed had these mean losses of twenty updates, recorded on an H200 and as
-# usual on two cores: 6.21 and 6.22 after 100 updates, 4.45 and 4.43 after 300,
-# 3.92 and 3.92 after 460, where BLEU on validation is 9.2 and 9.3, greedily.
-# (Dropout draws other numbers, and the factors of products had 8 bits of
-# precision on the processor, and 11, by TF32, on the GPU;
-# `results/gpu-training.json`, commit 04b939e.)
+# seed had these mean losses of twenty updates, recorded on an H200 (then in
+# steps of four) and as usual on two cores: 6.21 and 6.22 after 100 updates,
+# 4.45 and 4.43 after 300, 3.92 and 3.92 after 460, where BLEU on validation is
+# 9.2 and 9.3, greedily. (Dropout draws other numbers, and the factors of
+# products had 8 bits of precision on the processor, and 11, by TF32, on the
+# GPU; `results/gpu-training.json`, commit 04b939e.)
+
+
+# %% tags=["plumbing"]
+def padded_tables(pairs, places, device):
+    """Sources and targets, each (pairs + 1, places); the last is empty."""
+    sides = [], []
+    for start in range(0, len(pairs) + 1, 10_000):  # not all as lists at once
+        numbers = range(start, min(start + 10_000, len(pairs)))
+        part = [pairs[i] for i in numbers]
+        if len(part) < 10_000:
+            part.append(([EOS], [BOS]))
+        for side, rows in zip(sides, zip(*part)):
+            x = pad(rows).int()
+            x = F.pad(x, (0, places - x.size(1)), value=PAD)
+            side.append(x.to(device))
+    return map(torch.cat, sides)
+
+
+# %% [markdown]
+# And the updates, one after another:
 
 
 # %% tags=["plumbing"]
@@ -17587,7 +17617,8 @@ class RecordedUpdates:
         self.widths, self.save_every = pairs.widths(), save_every
         if not len(self.widths):
             raise InputError("no pairs to train on: the corpus is empty")
-        self.src, self.tgt = self.tables(pairs, device)
+        places = int(self.widths.max()) + self.STEP + 1
+        self.src, self.tgt = padded_tables(pairs, places, device)
         width = run.model.config.d_model
         rates = [recipe.rate(n, width) for n in range(1, recipe.steps + 1)]
         self.rates = torch.tensor(rates, device=device)
@@ -17596,24 +17627,6 @@ class RecordedUpdates:
         for group in run.optimizer.param_groups:
             group["lr"], group["capturable"] = self.rate, device.type == "cuda"
         self.chosen, self.work, self.pool = {}, {}, None
-
-    def tables(self, pairs, device):
-        """All sources (pairs + 1, places) and targets; the last row is empty.
-
-        They need 8 bytes for each place on the GPU.
-        """
-        places, parts = int(self.widths.max()) + self.STEP + 1, []
-        for start in range(0, len(pairs), 10_000):
-            numbers = range(start, min(start + 10_000, len(pairs)))
-            parts.append([pairs[i] for i in numbers])
-        parts.append([([EOS], [BOS])])
-        sides = [], []
-        for part in parts:
-            for side, rows in zip(sides, zip(*part)):
-                x = pad(rows).int()
-                x = F.pad(x, (0, places - x.size(1)), value=PAD)
-                side.append(x.to(device))
-        return map(torch.cat, sides)
 
     def update(self, width):
         """One update, with the pairs of self.chosen[width]."""
@@ -17661,9 +17674,8 @@ class RecordedUpdates:
         """(width, pairs' numbers) of each batch that is left, for ever."""
         skip, most = self.run.step, self.recipe.max_tokens
         for epoch in itertools.count():
-            seed = 1_000_003 * self.recipe.seed + epoch
-            draw = torch.Generator().manual_seed(seed)
-            for group in token_batches(self.widths, most, draw):
+            seed = self.recipe.seed
+            for group in epoch_batches(self.widths, most, seed, epoch):
                 if skip:
                     skip -= 1
                     continue
@@ -18632,13 +18644,14 @@ def speaks_for_all(store):
 # text that models had written (*The levers, measured*), one to German on the
 # real pairs alone. Time was short, so they got 2,300 updates, of which 575
 # were warm-up, and so the peak rose to 0.0055. All seven were still far behind
-# when the rate was at 0: 12.4 to 20.3 on validation, greedily
-# (`results/gpu-training.json`, commit 04b939e), where seed 1, above, stood for
-# a thousand updates. Six of the same size, from English or into it on the real
-# pairs, with a warm-up of 1,200 and a peak of 0.0038, had 36.3 to 53.2 after
-# 2,000 of 5,000 updates (same file; a version before commit ff82913, which was
-# not kept). Whether the short warm-up, the high peak, the rate that fell so
-# soon, or updates of one length (the six had two parts in each) kept the seven
+# when the rate was at 0, about where seed 1, above, stood for a thousand
+# updates: to German 12.4 to 14.7 on validation, to French 15.0 to 20.3,
+# greedily (`results/gpu-training.json`, commit 04b939e). Others of the same
+# size, on the real pairs, had a warm-up of 1,200 and a peak of 0.0038: after
+# 2,000 of 5,000 updates two to German were at 36.3 and 36.7, and one to French
+# at 53.2 (same file; a version before commit ff82913, which was not kept).
+# Whether the short warm-up, the high peak, the rate that fell so soon, or
+# updates of one length (the others had two parts in each) kept the seven
 # there, these runs can't tell.
 #
 # **The same for French**, with `--tgt fr --decay linear --steps 6500` (the
@@ -20536,7 +20549,7 @@ def check_tensorboard():
 
 
 # %% [markdown]
-# And one program:
+# What can't be recorded (see *Training that lasts*) is refused:
 
 
 # %% tags=["plumbing"]
@@ -20560,6 +20573,11 @@ def check_record(args, device, recipe):
             raise InputError(f"--record does not go with {name}")
 
 
+# %% [markdown]
+# And one program is asked for:
+
+
+# %% tags=["plumbing"]
 def check_compiler(device):
     """InputError where torch.compile would find no C++ compiler."""
     names = os.environ.get("CXX", "g++"), "clang++", "cl"

@@ -136,7 +136,7 @@ def main():
     args = parser.parse_args()
     if args.measure:
         return measure(args.measure, args.pieces)
-    from machine import machine
+    from machine import machine, write_figures
 
     facts, rows = machine(), []
     for pairs in args.pairs:
@@ -146,10 +146,8 @@ def main():
         assert second["seconds"]["encode"] < first["seconds"]["encode"]
         show(first, second)
         rows.append({"first": first, "second": second})
-    if args.json:
-        facts = {"machine": facts, "pieces": args.pieces, "rows": rows}
-        text = json.dumps(facts, indent=1) + "\n"
-        Path(args.json).write_text(text, encoding="utf-8")
+    facts = {"machine": facts, "pieces": args.pieces, "rows": rows}
+    write_figures(args.json, facts)
 
 
 if __name__ == "__main__":

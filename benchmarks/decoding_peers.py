@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import peers  # noqa: E402
-from machine import machine  # noqa: E402
+from machine import machine, write_figures  # noqa: E402
 
 import annotated_transformer as book  # noqa: E402
 from annotated_transformer import EOS  # noqa: E402
@@ -252,9 +252,7 @@ def main(argv=None):
         for width in (1, 5):
             choice = sizes[:1] if args.quick else sizes
             rows += measure(title, model, sources, choice, width, rounds)
-    if args.json:
-        text = json.dumps({"machine": facts, "rows": rows}, indent=1) + "\n"
-        Path(args.json).write_text(text, encoding="utf-8")
+    write_figures(args.json, {"machine": facts, "rows": rows})
     return rows
 
 

@@ -10,7 +10,6 @@ ctranslate2`.
 """
 
 import argparse
-import json
 import sys
 import tempfile
 from functools import partial
@@ -21,7 +20,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from machine import machine  # noqa: E402
+from machine import machine, write_figures  # noqa: E402
 
 import annotated_transformer as book  # noqa: E402
 
@@ -139,9 +138,7 @@ def main():
         rows = compare(Path(args.model), args.corpus, args.split, args.limit)
     except book.InputError as error:
         parser.error(str(error))
-    if args.json:
-        text = json.dumps({"machine": facts, "rows": rows}, indent=1) + "\n"
-        Path(args.json).write_text(text, encoding="utf-8")
+    write_figures(args.json, {"machine": facts, "rows": rows})
 
 
 if __name__ == "__main__":

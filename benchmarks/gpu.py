@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import peers  # noqa: E402
-from machine import machine  # noqa: E402
+from machine import machine, write_figures  # noqa: E402
 from training import spread  # noqa: E402
 
 import annotated_transformer as book  # noqa: E402
@@ -44,14 +44,16 @@ def timed(work, device):
     return time.perf_counter() - began
 
 
+def several(work, times):
+    """Do it several times."""
+    for _ in range(times):
+        work()
+
+
 def product_rate(device, side, times=10):
     """Operations a second of products (side, side) · (side, side)."""
     one, two = torch.randn(2, side, side, device=device).to(HALF)
-
-    def multiply():
-        for _ in range(times):
-            one @ two
-
+    multiply = book.partial(several, lambda: one @ two, times)
     multiply()
     return times * 2 * side**3 / timed(multiply, device)
 
@@ -134,17 +136,15 @@ def measure(args, device):
         for compiled in (False, True):
             how = ", compiled" if compiled else ""
             run = runs[name + how] = make(config, batch, compiled)
-            for _ in range(3):  # compiles, and warms up
-                run()
-        runs[f"{name}, recorded"], _ = book.as_graph(
-            run, batch.src.device
-        )  # compiled, too
+            several(run, 3)  # compiles, and warms up
+        here = batch.src.device
+        runs[f"{name}, recorded"], _ = book.as_graph(run, here)  # the compiled
     seconds, rates = {name: [] for name in runs}, []
     for _ in range(args.rounds):
         rates.append(product_rate(device, side))
         for name, run in runs.items():
-            taken = timed(lambda: [run() for _ in range(number)], device)  # noqa: B023
-            seconds[name].append(taken / number)
+            updates = book.partial(several, run, number)
+            seconds[name].append(timed(updates, device) / number)
     rows = []
     for name, taken in seconds.items():
         other = name.replace("ours", "peer")
@@ -193,9 +193,7 @@ def main(argv=None):
         facts["gpu"] = torch.cuda.get_device_name()
     print(json.dumps(facts))
     rows = measure(args, device)
-    if args.json:
-        text = json.dumps({"machine": facts, "rows": rows}, indent=1) + "\n"
-        Path(args.json).write_text(text, encoding="utf-8")
+    write_figures(args.json, {"machine": facts, "rows": rows})
     return rows
 
 

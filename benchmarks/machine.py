@@ -1,6 +1,7 @@
 """What the figures of a benchmark depend on."""
 
 import contextlib
+import json
 import os
 import platform
 import re
@@ -66,3 +67,10 @@ def machine(options=None):
             if name != "json"
         },
     }
+
+
+def write_figures(file, facts):
+    """Write what was measured as JSON; nothing without a file's name."""
+    if file:
+        text = json.dumps(facts, indent=1) + "\n"
+        Path(file).write_text(text, encoding="utf-8")

@@ -47,7 +47,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import decoding_peers  # noqa: E402
 import peers  # noqa: E402
-from machine import machine  # noqa: E402
+from machine import machine, write_figures  # noqa: E402
 
 import annotated_transformer as book  # noqa: E402
 
@@ -385,9 +385,8 @@ def main(argv=None):
     print(json.dumps(facts))
     for name in args.only or PARTS:
         rows += PARTS[name](args)
-        if args.json:  # what is measured is kept, whatever comes later
-            text = json.dumps({"machine": facts, "rows": rows}, indent=1)
-            Path(args.json).write_text(text + "\n", encoding="utf-8")
+        # what is measured is kept, whatever comes later
+        write_figures(args.json, {"machine": facts, "rows": rows})
     return rows
 
 
