@@ -6913,14 +6913,15 @@ class Recipe:
     max_tokens: int = 4096  # so many at once: round(25,000 / 4,096) = 6 times
     clip: float | None = None  # largest gradient norm; the paper has none
     seed: int = 0
-    # Beyond the paper, and off unless asked for. `half` is explained in
-    # "Making it fast", the others in "Levers beyond the paper":
+    # Beyond the paper, and off unless asked for. `half` and `onednn` are
+    # explained in "Making it fast", the others in "Levers beyond the paper":
     decay: str = "root"  # or "linear", to reach 0 after the last update
     ema: float = 0.0  # decay of the moving average of the weights
     r_drop: float = 0.0  # weight of the distance between two passes
     bpe_dropout: float = 0.0  # part of the merges left out
     both: bool = False  # both directions in one model
     half: bool = False  # products in bfloat16
+    onednn: bool = False  # else those in 32 bits by oneDNN
 
     @property
     def accumulate(self):
@@ -7844,11 +7845,12 @@ def best_seconds(work, tries=5):
     return min(seconds[1:])
 
 
-def product_rate(kind=torch.float, rows=1024):
+def product_rate(kind=torch.float, rows=1024, multiply=F.linear):
     """Operations a second in products (rows, 512) · (512, 2048)."""
     x, weight = torch.randn(rows, 512), torch.randn(2048, 512)
     x, weight = x.to(kind), weight.to(kind)
-    return 2 * rows * 512 * 2048 / best_seconds(lambda: x @ weight.T, 20)
+    seconds = best_seconds(lambda: multiply(x, weight), 20)
+    return 2 * rows * 512 * 2048 / seconds
 
 
 @example
@@ -7885,17 +7887,17 @@ def what_the_machine_can_do():
 
 
 # %%
-def slice_of_loss(x, y, weight, tokens, smoothing):
+def slice_of_loss(x, y, weight, tokens, smoothing, multiply=F.linear):
     """The summed smoothed loss of a slice, and its gradients.
 
     x (R, D), labels y (R,), weight (V, D) of the type of x. The gradients,
     divided by `tokens`, are at x (R, D) and at the weight (V, D). Padding
-    counts for nothing.
+    counts for nothing. `multiply(a, b)`: a bᵀ.
     """
     full = torch.promote_types(weight.dtype, torch.float)  # of all sums
     real = (y != PAD).to(full)  # 1 or 0
     even = smoothing / len(weight)  # for every word
-    z = (x @ weight.T).to(full)  # (R, V)
+    z = multiply(x, weight).to(full)  # (R, V)
     right = z.gather(1, y[:, None])
     p = z.softmax(-1)
     losses = z.amax(-1) - p.amax(-1).log()  # log_sum_exp
@@ -7903,7 +7905,8 @@ def slice_of_loss(x, y, weight, tokens, smoothing):
     p.sub_(even)  # softmax minus target, in place
     p.scatter_add_(1, y[:, None], torch.full_like(right, smoothing - 1))
     gradient = p.div_(tokens / real[:, None]).to(weight.dtype)  # by ∞: 0
-    return losses @ real, gradient @ weight, gradient.T @ x
+    at_x, at_weight = multiply(gradient, weight.T), multiply(gradient.T, x.T)
+    return losses @ real, at_x, at_weight
 
 
 def loss_and_gradients(
@@ -7948,13 +7951,13 @@ def add_gradient(weight, gradient):
 
 
 def backward_in_slices(
-    model, batch, tokens, smoothing, rows=None, half=False,
+    model, batch, tokens, smoothing, rows=None, half=False, onednn=False,
     of_slice=slice_of_loss,
 ):  # fmt: skip
     """`backward`, with the loss finished `rows` positions at a time.
 
     `rows`: by default 256, on a GPU up to 8,192. `half`: its products in
-    bfloat16.
+    bfloat16. `onednn`: else by oneDNN (see below).
     """
     states = model.states(batch.src, batch.read).flatten(0, 1)  # (B·T, D)
     labels = batch.labels.flatten()  # (B·T,)
@@ -7966,6 +7969,8 @@ def backward_in_slices(
         states, labels = states[real], labels[real]
     weight = model.tgt_embedding.weight
     kind = torch.bfloat16 if half else weight.dtype
+    if onednn and of_slice is slice_of_loss:
+        of_slice = partial(slice_of_loss, multiply=onednn_product)
     total, at_states, at_weight = loss_and_gradients(
         states.detach().to(kind), labels, weight.detach().to(kind), tokens,
         smoothing, rows or 256, of_slice,
@@ -8013,12 +8018,120 @@ def dropout_keeps_the_mean():
 
 
 # %% [markdown]
-# **Products in 16 bits.** Nearly all of an update's arithmetic is products of
-# matrices, and some processors multiply numbers of 16 bits twice as fast as
-# those of 32, a few several times as fast. In `bfloat16` a number keeps its
-# range and loses digits: 8 bits of precision, where a `float32` has 24. So
-# only products with weights are rounded, in training: their factors and their
-# results, not the sums on the way. All else is in 32 bits: the weights
+# **Products by oneDNN.** Nearly all of an update's arithmetic is products of
+# matrices. On Intel's and AMD's processors PyTorch brings two libraries for
+# them along: numbers of 32 bits go to MKL, which is Intel's, those of 16 bits
+# to oneDNN, which could multiply both. On a processor of Intel's it makes
+# little difference which of them one asks. On the newest AMD EPYC that we have
+# measured, with 32 bits, MKL makes 219 · 10⁹ operations a second and oneDNN
+# 480 (two cores; commit 4832d82): MKL seems to leave the processor's widest
+# instructions, AVX-512, unused there. So we ask oneDNN ourselves. Nothing is
+# rounded more than before. A gradient, too, is a product: at the input it is
+# gW, at the weight gᵀx, and both are written as one of a matrix and a
+# transposed one.
+
+
+# %%
+@functools.cache
+def onednn_answers():
+    """Whether this PyTorch has a way to ask oneDNN for a product."""
+    try:
+        one = torch.ones(1, 1)
+        torch.ops.mkldnn._linear_pointwise(one, one, None, "none", [], "")
+    except (AttributeError, RuntimeError):
+        return False
+    return True
+
+
+def onednn_product(x, weight, bias=None):
+    """`F.linear`: x (R, I) · weight (O, I)ᵀ + bias, by oneDNN if it can."""
+    here = x.device.type == "cpu" and x.dtype == torch.float
+    if not (here and onednn_answers()):
+        return F.linear(x, weight, bias)
+    multiply = torch.ops.mkldnn._linear_pointwise
+    return multiply(x, weight, bias, "none", [], "")
+
+
+def best_product_rate():
+    """Operations a second in products in 32 bits, asking who is faster."""
+    ways = F.linear, onednn_product
+    return max(product_rate(multiply=multiply) for multiply in ways)
+
+
+@example
+def two_libraries():
+    for how, multiply in (
+        ("as torch chooses", F.linear),
+        ("by oneDNN", onednn_product),
+    ):
+        rate = product_rate(multiply=multiply)
+        print(f"{rate / 1e9:4.0f} · 10⁹ operations/s in 32 bits, {how}")
+
+
+# %% [markdown]
+# As a linear map that learns:
+
+
+# %%
+class OneDnnProduct(torch.autograd.Function):
+    """x Wᵀ + b, forward and backward, by oneDNN."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):  # x (..., I), weight (O, I)
+        rows = x.flatten(0, -2)
+        ctx.save_for_backward(rows, weight)
+        ctx.shape, ctx.bias = x.shape, bias is not None
+        y = onednn_product(rows, weight, bias)
+        return y.view(*x.shape[:-1], y.size(-1))
+
+    @staticmethod
+    def backward(ctx, gradient):  # (..., O)
+        x, weight = ctx.saved_tensors
+        whole = gradient.reshape(-1, gradient.size(-1))
+        at_x = onednn_product(whole, weight.T).view(ctx.shape)
+        at_weight = onednn_product(x.T, whole.T).T
+        return at_x, at_weight, whole.sum(0) if ctx.bias else None
+
+
+class OneDnnLinear(nn.Linear):
+    """nn.Linear of (..., T, I), with `OneDnnProduct` in training."""
+
+    multiply = OneDnnProduct.apply
+
+    def forward(self, x):
+        if not self.training:
+            return super().forward(x)
+        return OneDnnProduct.apply(x, self.weight, self.bias)
+
+
+# %% [markdown]
+# It is the same map, with the same gradients:
+
+
+# %%
+def results_of(part, x):
+    """What a part makes of x, and the gradients of its sum of squares."""
+    y = part.train()(x)
+    inputs = x, *part.parameters()
+    return y.detach(), *torch.autograd.grad(y.square().sum(), inputs)
+
+
+@check
+def onednn_products_are_the_same():
+    """Values and gradients are those of nn.Linear, but for rounding."""
+    x = torch.randn(5, 7, 64, requires_grad=True)
+    plain, other = nn.Linear(64, 32), OneDnnLinear(64, 32)
+    other.load_state_dict(plain.state_dict())
+    for one, two in zip(results_of(plain, x), results_of(other, x)):
+        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-3)
+
+
+# %% [markdown]
+# **Products in 16 bits.** Some processors multiply numbers of 16 bits twice as
+# fast as those of 32, a few several times as fast. In `bfloat16` a number
+# keeps its range and loses digits: 8 bits of precision, where a `float32` has
+# 24. So only products with weights are rounded, in training: their factors and
+# their results, not the sums on the way. All else is in 32 bits: the weights
 # themselves, Adam's two means, norms, and attention's own two products with
 # the softmax between them. (On a GPU attention is in 16 bits as well: queries,
 # keys and values have just been rounded anyway.) The model stays as it is: its
@@ -8056,6 +8169,8 @@ class HalfProduct(torch.autograd.Function):
 class HalfLinear(nn.Linear):
     """nn.Linear of (..., T, I), with `HalfProduct` in training."""
 
+    multiply = HalfProduct.apply
+
     def forward(self, x):
         if not self.training:
             return super().forward(x)
@@ -8074,39 +8189,124 @@ def half_products_are_close():
     half.load_state_dict(plain.state_dict())
     x = torch.randn(5, 7, 64, requires_grad=True)
     assert half.eval()(x).equal(plain(x))
-    results = []
-    for linear in (plain, half.train()):
-        y = linear(x)
-        inputs = x, *linear.parameters()
-        results.append((y, *torch.autograd.grad(y.square().sum(), inputs)))
-    for one, two in zip(*results):
+    for one, two in zip(results_of(plain, x), results_of(half, x)):
         assert 0 < (one - two).norm() < 0.01 * one.norm()
 
 
 # %% [markdown]
-# Does it pay here? That a processor has instructions for such products does
-# not suffice. One of the two Intel Xeons of the benchmarks has some, but not
-# the matrix units (AMX) of the other, and is slower with 16 bits than with 32.
-# So the command line's recipe for small machines, `train --preset laptop`
-# (*The command line*), tries both for some milliseconds, and takes 16 bits if
-# they are clearly faster; `--half` and `--no-half` say so at once.
+# Between the two maps of a feed-forward network there is only a ReLU, and the
+# result of the first is rounded for the second anyway. So the whole network
+# can stay in 16 bits on the way, where the tensors are widest, F numbers for
+# each place. That spares four copies of them, to 32 bits and back, forward and
+# backward:
 
 
 # %%
-def half_pays(device, tries=7):
-    """Whether products in bfloat16 are clearly faster on this device."""
+class HalfNetwork(torch.autograd.Function):
+    """max(0, x W₁ᵀ + b₁) W₂ᵀ + b₂, in bfloat16 between its ends."""
+
+    @staticmethod
+    def forward(ctx, x, W_1, b_1, W_2, b_2):  # x (..., D)
+        rows = x.flatten(0, -2).bfloat16()
+        W_1, W_2 = W_1.bfloat16(), W_2.bfloat16()
+        hidden = F.linear(rows, W_1, b_1.bfloat16()).relu_()  # (R, F)
+        ctx.save_for_backward(rows, hidden, W_1, W_2)
+        y = (hidden @ W_2.T).to(x.dtype).add_(b_2)
+        return y.view(x.shape)
+
+    @staticmethod
+    def backward(ctx, gradient):  # (..., D)
+        rows, hidden, W_1, W_2 = ctx.saved_tensors
+        whole = gradient.reshape(-1, gradient.size(-1))
+        half = whole.bfloat16()
+        at_hidden = (half @ W_2).mul_(hidden > 0)
+        found = at_hidden @ W_1, at_hidden.T @ rows, half.T @ hidden
+        at_x, at_W_1, at_W_2 = (product.to(whole.dtype) for product in found)
+        at_b_1 = at_hidden.sum(0, dtype=whole.dtype)
+        return at_x.view_as(gradient), at_W_1, at_b_1, at_W_2, whole.sum(0)
+
+
+class HalfFeedForward(FeedForward):
+    """FeedForward, with `HalfNetwork` in training."""
+
+    def forward(self, x):
+        if not self.training:
+            return super().forward(x)
+        maps = self.W_1, self.W_2
+        weights = [w for linear in maps for w in (linear.weight, linear.bias)]
+        return HalfNetwork.apply(x, *weights)
+
+
+# %% [markdown]
+# That costs nothing more than two maps in 16 bits would. (Which is more than
+# 1 % in some gradients here: where a sum is nearly 0, the ReLU may decide
+# otherwise.)
+
+
+# %%
+@check
+def half_network_loses_no_more():
+    """It is as near the plain network as one of two `HalfLinear` is."""
+    config = Config(d_model=64, d_ff=256)
+    plain, two = FeedForward(config), FeedForward(config)
+    whole, x = HalfFeedForward(config), torch.randn(5, 7, 64)
+    for other in (two, whole):
+        other.load_state_dict(plain.state_dict())
+    assert whole.eval()(x).equal(plain(x))
+    for linear in (two.W_1, two.W_2):
+        linear.__class__ = HalfLinear
+    parts = plain, two, whole
+    for right, one, found in zip(
+        *(results_of(part, x.requires_grad_()) for part in parts)
+    ):
+        assert 0 < (found - right).norm() < 1.5 * (one - right).norm()
+
+
+# %% [markdown]
+# Do they pay here? For both means the processor decides, and what it promises
+# does not suffice: one of the two Intel Xeons of the benchmarks has
+# instructions for products in 16 bits, but not the matrix units (AMX) of the
+# other, and is slower with 16 bits than with 32. So the command line's `train`
+# tries the ways for some milliseconds. It asks oneDNN where that is clearly
+# faster; and its recipe for small machines, `--preset laptop` (*The command
+# line*), takes 16 bits where they are faster still. `--onednn`, `--no-onednn`,
+# `--half` and `--no-half` say so at once.
+
+
+# %%
+def product_seconds(device, tries=20):
+    """{how: the least seconds of a product in 32 bits, oneDNN's, in 16}"""
+    x, weight = (torch.ones(n, 256, device=device) for n in (1024, 512))
+    ways = {
+        "32 bits": F.linear,
+        "oneDNN": onednn_product,
+        "16 bits": lambda x, w: (x.bfloat16() @ w.bfloat16().T).float(),
+    }
+    if device.type != "cpu" or not onednn_answers():
+        del ways["oneDNN"]
+    best = dict.fromkeys(ways, math.inf)
+    for _ in range(tries):  # in turn, for no moment is like another
+        for how, multiply in ways.items():
+            began = time.perf_counter()
+            multiply(x, weight).sum().item()
+            best[how] = min(best[how], time.perf_counter() - began)
+    return best
+
+
+def onednn_pays(device):
+    """Whether oneDNN is clearly faster than torch's choice in 32 bits."""
+    if device.type != "cpu" or not onednn_answers():
+        return False
+    best = product_seconds(device)
+    return best["oneDNN"] < 0.75 * best["32 bits"]
+
+
+def half_pays(device):
+    """Whether products in bfloat16 are clearly the fastest on this device."""
     if device.type == "mps":
         return False
-    best = {}
-    for kind in (torch.float, torch.bfloat16):
-        x, weight = (torch.ones(n, 256, device=device) for n in (1024, 512))
-        seconds = []
-        for _ in range(tries):
-            began = time.perf_counter()
-            (x.to(kind) @ weight.to(kind).T).float().sum().item()
-            seconds.append(time.perf_counter() - began)
-        best[kind] = min(seconds)
-    return best[torch.bfloat16] < 0.9 * best[torch.float]
+    best = product_seconds(device)
+    return best.pop("16 bits") < 0.9 * min(best.values())
 
 
 # %% [markdown]
@@ -8123,11 +8323,12 @@ class FusedAttention(MultiHeadAttention):
     def project(self, x, *maps):
         """(B, T, D) through several linear maps at once -> (B, H, T, K) …"""
         weight = torch.cat([linear.weight for linear in maps])
-        if not isinstance(maps[0], HalfLinear):
+        if type(maps[0]) is nn.Linear:
             y = F.linear(x, weight)
         else:
-            y = HalfProduct.apply(x, weight, None)
-            y = y.bfloat16() if y.is_cuda else y  # it was rounded just now
+            y = maps[0].multiply(x, weight, None)
+        if y.is_cuda and isinstance(maps[0], HalfLinear):
+            y = y.bfloat16()  # it was rounded just now
         return map(self.split, y.chunk(len(maps), dim=-1))
 
     def forward(self, query, key, value, mask=None):
@@ -8157,7 +8358,8 @@ class FusedAttention(MultiHeadAttention):
 
 # %%
 FAST = {Dropout: ByteDropout, MultiHeadAttention: FusedAttention}
-HALF = {nn.Linear: HalfLinear}
+HALF = {nn.Linear: HalfLinear, FeedForward: HalfFeedForward}
+ONEDNN = {nn.Linear: OneDnnLinear}
 
 
 def exchange(model, classes):
@@ -8167,17 +8369,20 @@ def exchange(model, classes):
     return model
 
 
-def fast(model, half=False):
+def fast(model, half=False, onednn=False):
     """Give a model's parts their fast form, in place; the same weights.
 
-    `half`: products in bfloat16 as well, in training.
+    `half`: products in bfloat16 as well, in training; else, with `onednn`,
+    those in 32 bits by oneDNN.
     """
-    return exchange(plain(model), FAST | HALF if half else FAST)
+    products = HALF if half else ONEDNN if onednn else {}
+    return exchange(plain(model), FAST | products)
 
 
 def plain(model):
     """Give the parts of a fast model their plain form again."""
-    return exchange(model, {new: old for old, new in (FAST | HALF).items()})
+    changes = [*FAST.items(), *HALF.items(), *ONEDNN.items()]
+    return exchange(model, {new: old for old, new in changes})
 
 
 # %% [markdown]
@@ -8198,6 +8403,7 @@ def fast_form_changes_nothing():
         for change, gradient in (
             (plain, backward),
             (fast, partial(backward_in_slices, rows=5)),
+            (partial(fast, onednn=True), backward_in_slices),
         ):
             torch.manual_seed(0)
             model = change(tiny_model(norm_first=norm_first).double())
@@ -8206,8 +8412,9 @@ def fast_form_changes_nothing():
             losses = [update.loss for update in updates]
             gradients = [weight.grad for weight in model.parameters()]
             results.append((losses, *gradients, *model.state_dict().values()))
-        for one, two in zip(*results):  # rounding, and Adam's division
-            torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
+        for form in results[1:]:  # rounding, and Adam's division
+            for one, two in zip(results[0], form):
+                torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
 
 
 # %% [markdown]
@@ -8222,9 +8429,19 @@ def fast_form_changes_nothing():
 # %%
 FORMS = (
     "plain, random batches", "batches of like length", "loss in slices",
-    "dropout from bytes", "16-bit products", "fused attention",
-    "fused Adam",
+    "dropout from bytes", "products by oneDNN", "16-bit products",
+    "fused attention", "fused Adam",
 )  # fmt: skip
+
+
+def forms_that_pay():
+    """FORMS without the kinds of products that are slower here."""
+    device, left_out = torch.device("cpu"), set()
+    if not onednn_pays(device):
+        left_out.add("products by oneDNN")
+    if not half_pays(device):
+        left_out.add("16-bit products")
+    return [form for form in FORMS if form not in left_out]
 
 
 def random_pairs(number, vocab, seed=0):
@@ -8258,8 +8475,9 @@ def training_in_form(form, config, pairs, places=1024, forms=FORMS):
     have = forms[: forms.index(form) + 1]
     torch.manual_seed(0)
     model, classes, half = Transformer(config), {}, "16-bit products" in have
+    onednn = "products by oneDNN" in have and not half
     classes |= {Dropout: ByteDropout} if "dropout from bytes" in have else {}
-    classes |= HALF if half else {}
+    classes |= HALF if half else ONEDNN if onednn else {}
     classes |= FAST if "fused attention" in have else {}
     exchange(model, classes)
     # So many captions of random lengths fill about as many places, padded.
@@ -8268,7 +8486,7 @@ def training_in_form(form, config, pairs, places=1024, forms=FORMS):
         batches = stream(pairs, places, 0)
     gradient = backward
     if "loss in slices" in have:
-        gradient = partial(backward_in_slices, half=half)
+        gradient = partial(backward_in_slices, half=half, onednn=onednn)
     recipe = Recipe(warmup=400, batch_tokens=places, max_tokens=places)
     optimizer = adam(model, fused="fused Adam" in have)
     return training(model, batches, recipe, optimizer, gradient=gradient)
@@ -8278,9 +8496,7 @@ def speeds(vocab=5000, turns=3, forms=None):
     """{form: real target tokens a second, the best of some turns}"""
     pairs = random_pairs(2000, vocab)
     config = Config(vocab, vocab, **PRESETS["tiny"])
-    forms = forms or [
-        f for f in FORMS if "16" not in f or half_pays(pick_device("cpu"))
-    ]
+    forms = forms or forms_that_pay()
     runs = {
         form: training_in_form(form, config, pairs, forms=forms)
         for form in forms
@@ -8321,7 +8537,7 @@ def one_means_after_another():
     base = best[FORMS[0]]
     print(f"{each / 1e6:.1f} million operations for a token")
     print("tokens/s  times  of the limit")
-    half, limits = False, {False: product_rate(torch.float) / each}
+    half, limits = False, {False: best_product_rate() / each}
     for form, rate in best.items():
         half |= form == "16-bit products"
         if half not in limits:
@@ -9043,7 +9259,7 @@ def rates_by_rows(numbers, matrices=24):
 @example
 def roofline_of_this_machine():
     numbers = [4**power for power in range(6)]
-    most = product_rate()
+    most = best_product_rate()
     rates, read = rates_by_rows(numbers)
     print(f"{read / 1e9:.0f} · 10⁹ bytes/s, reading the weights")
     print(f"above {2 * most / read:.0f} rows the products are the limit")
@@ -17271,6 +17487,10 @@ def check_same_facts(saved, facts, folder):
     now = json.loads(json.dumps(facts))
     for name in sorted(now, key=lambda name: name not in saved):
         before, value = saved.get(name), now[name]
+        if isinstance(before, dict) and isinstance(value, dict):
+            # what an older run did not know yet was off
+            off = (key for key, setting in value.items() if setting is False)
+            before = dict.fromkeys(off, False) | before
         if before == value or name == "corpus":  # may be elsewhere by now:
             continue  # `data` says what is in it
         shown = f" (it was {before})"
@@ -17553,8 +17773,10 @@ def begin_or_resume(run, recipe, folder, options):
 # %%
 def gradient_for(run, recipe, compiled=False):
     """Make the run's model fast; return what computes its gradient."""
-    gradient = partial(backward_in_slices, half=recipe.half)
-    fast(run.model, recipe.half)
+    onednn = recipe.onednn and not compiled  # which chooses for itself
+    products = {"half": recipe.half, "onednn": onednn}
+    gradient = partial(backward_in_slices, **products)
+    fast(run.model, **products)
     if compiled:
         gradient = compiled_gradient(run.model, recipe.half)
     if recipe.r_drop:  # with the compiled states, if so
@@ -20314,6 +20536,7 @@ def tell_recipe(recipe, config):
         f"{top:,}{fall}; dropout {config.dropout:g}; "
         + (f"moving average {recipe.ema:g}; " if recipe.ema else "")
         + f"products in {'16' if recipe.half else '32'} bits"
+        + (", by oneDNN" if recipe.onednn else "")
     )
 
 
@@ -20498,7 +20721,13 @@ def settings_of(args):
         if getattr(args, name, None) is not None:
             settings[name] = getattr(args, name)
     if args.preset == "laptop" and args.half is None:
-        settings["half"] = from_first(lambda: half_before(args))
+        settings["half"] = from_first(lambda: before(args, "half", half_pays))
+    if settings.get("half"):
+        settings["onednn"] = False
+    elif args.onednn is None:
+        settings["onednn"] = from_first(
+            lambda: before(args, "onednn", onednn_pays)
+        )
     if args.max_tokens is None:
         places = settings.get("batch_tokens", Recipe.batch_tokens)
         settings["max_tokens"] = min(places, 4096 * place()[1])
@@ -20520,15 +20749,15 @@ def settings_of(args):
 
 
 # %% tags=["plumbing"]
-def half_before(args):
-    """What the run to resume did about --half; if none, what pays here."""
+def before(args, name, pays):
+    """What the run to resume did about --half or --onednn; else what pays."""
     path = Path(args.out) / "checkpoint.pt"
     device = pick_device(args.device)
     if not path.exists():
-        return half_pays(device)
+        return pays(device)
     try:
         state = load_tensors(path, device)
-        return json.loads(state["description"])["recipe"]["half"]
+        return json.loads(state["description"])["recipe"][name]
     except (LookupError, TypeError, ValueError):
         return False  # an older run, or damaged: `Run.load` will tell
 
@@ -21281,6 +21510,8 @@ def add_training(train):
     text = "read and write small letters only"
     option("--lowercase", action="store_true", help=text)
     option("--half", action=flag, help="products in bfloat16, or in 32 bits")
+    text = "those in 32 bits by oneDNN, or by torch's choice (what is faster)"
+    option("--onednn", action=flag, help=text)
     text = "how the rate falls: with the root, or to 0 at the end"
     option("--decay", choices=("root", "linear"), help=text)
 

@@ -10,11 +10,12 @@
             it is glibc, as on most Linux machines)
   forms     the chapter's forms, one means more in each, on the captions of
             --corpus (random lengths without it), tiny, V = 10,000: random
-            batches of 128 pairs, then of 4,096 places; products in 16 bits
-            only where they pay, as `--preset laptop` decides it
+            batches of 128 pairs, then of 4,096 places; products by oneDNN
+            and in 16 bits only where they pay, as `train` decides it
   limit     base in 32 bits: operations in products over the time, as a part
-            of what the machine makes in a large product, in training and in
-            greedy decoding of 64 sentences
+            of what the machine makes in a large product (by torch's choice or
+            by oneDNN, what is faster), in training and in greedy decoding of
+            64 sentences
   copy      the copy task from start to end in a process of its own, five
             seeds
 
@@ -38,6 +39,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -112,8 +114,10 @@ def full_batch(places, vocab, length=16):
 def our_update(config, batch, half):
     """A function that makes an update of the fast form."""
     torch.manual_seed(0)
-    model = book.fast(book.Transformer(config), half)
-    gradient = book.partial(book.backward_in_slices, half=half)
+    onednn = not half and book.onednn_pays(torch.device("cpu"))
+    products = {"half": half, "onednn": onednn}
+    model = book.fast(book.Transformer(config), **products)
+    gradient = partial(book.backward_in_slices, **products)
     places = batch.count()
     recipe = book.Recipe(batch_tokens=places, max_tokens=places)
     updates = book.training(
@@ -208,8 +212,8 @@ def the_forms(args):
     pairs = caption_pairs(args, vocab)
     sizes = dict(book.PRESETS["tiny"])
     config = book.Config(vocab, vocab, **sizes)
-    number, half = 1 if args.quick else 4, half_pays()
-    forms = [form for form in book.FORMS if half or "16" not in form]
+    number, forms = 1 if args.quick else 4, book.forms_that_pay()
+    half = "16-bit products" in forms
 
     def of(form):
         updates = book.training_in_form(form, config, pairs, places, forms)
@@ -234,11 +238,6 @@ def the_forms(args):
 def next_batches(pairs, places, number):
     """The first batches of a training."""
     return itertools.islice(book.stream(pairs, places, 0), number)
-
-
-def half_pays():
-    """Whether products in 16 bits are faster here, as the book decides it."""
-    return book.half_pays(torch.device("cpu"))
 
 
 def output_of(command, **how):
@@ -280,9 +279,16 @@ def two_processes(args, folder, tokens, half):
 
 
 def machines_rate(side=2048):
-    """Operations a second of a product (side, side) · (side, side)."""
+    """Operations a second of a product (side, side) · (side, side).
+
+    By torch's choice of a library or by oneDNN, what is faster.
+    """
     x = torch.randn(side, side)
-    return 2 * side**3 / book.best_seconds(lambda: x @ x, 3)
+    seconds = [
+        book.best_seconds(partial(multiply, x, x), 3)
+        for multiply in (torch.nn.functional.linear, book.onednn_product)
+    ]
+    return 2 * side**3 / min(seconds)
 
 
 def the_limit(args):

@@ -219,6 +219,36 @@ SLIPS = {
         "(x / factor).to(torch.int8)",
         "int8_products_are_close",
     ),
+    "a gradient of half the size, by oneDNN": (
+        "        at_weight = onednn_product(x.T, whole.T).T",
+        "        at_weight = onednn_product(x.T, whole.T).T / 2",
+        "onednn_products_are_the_same",
+    ),
+    "a gradient of the transposed weight, by oneDNN": (
+        "onednn_product(whole, weight.T).view(ctx.shape)",
+        "onednn_product(whole, weight.reshape(64, -1)).view(ctx.shape)",
+        "onednn_products_are_the_same",
+    ),
+    "a bias that is lost, by oneDNN": (
+        "        y = onednn_product(rows, weight, bias)",
+        "        y = onednn_product(rows, weight)",
+        "onednn_products_are_the_same",
+    ),
+    "a network in 16 bits that forgets its ReLU on the way back": (
+        "(half @ W_2).mul_(hidden > 0)",
+        "(half @ W_2)",
+        "half_network_loses_no_more",
+    ),
+    "a network in 16 bits without its second bias": (
+        "y = (hidden @ W_2.T).to(x.dtype).add_(b_2)",
+        "y = (hidden @ W_2.T).to(x.dtype)",
+        "half_network_loses_no_more",
+    ),
+    "a network in 16 bits whose first bias learns nothing": (
+        "at_b_1 = at_hidden.sum(0, dtype=whole.dtype)",
+        "at_b_1 = 0 * at_hidden.sum(0, dtype=whole.dtype)",
+        "half_network_loses_no_more",
+    ),
     "16 bits in use as well": (
         "            return super().forward(x)\n        return HalfProduct",
         "            pass\n        return HalfProduct",

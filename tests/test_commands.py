@@ -109,7 +109,8 @@ OPTIONS = {
     "--pieces --warmup --factor --batch-tokens --max-tokens --average "
     "--tensorboard "
     "--norm-first --dropout --attention-dropout --decay --ema --r-drop "
-    "--bpe-dropout --both --lowercase --half --save-every --resume",
+    "--bpe-dropout --both --lowercase --half --onednn --save-every "
+    "--resume",
     "translate": "--device --model --beam --alpha --reverse --int8 --half "
     "--back --back-weight --vote --vote-power --nbest sentence",
     "evaluate": "--device --model --beam --alpha --reverse --int8 --half "
@@ -289,6 +290,32 @@ def test_laptop_halves_products_where_it_pays_and_keeps_to_it(
     other = trained(corpus, tmp_path / "other", 2, *laptop)
     assert book.load_description(other)["recipe"]["half"] is not pays
     assert not same(weights(out), weights(other))
+
+
+@pytest.mark.parametrize("pays", [True, False])
+def test_a_run_asks_onednn_where_it_pays_and_keeps_to_it(
+    corpus, tmp_path, monkeypatch, capsys, pays
+):
+    """And an older run, which did not know the choice, goes on without."""
+    out = tmp_path / "run"
+    monkeypatch.setattr(book, "onednn_pays", lambda device: pays)
+    _, _, errors = run(capsys, *training_command(corpus, out, 1))
+    assert (", by oneDNN" in errors) is pays
+    monkeypatch.setattr(book, "onednn_pays", lambda device: not pays)
+    trained(corpus, out, 2, "--resume")
+    assert book.load_description(out)["recipe"]["onednn"] is pays
+    for option, chosen in (("--onednn", True), ("--no-onednn", False)):
+        other = trained(corpus, tmp_path / option, 1, option)
+        assert book.load_description(other)["recipe"]["onednn"] is chosen
+    half = trained(corpus, tmp_path / "half", 1, "--half", "--onednn")
+    assert book.load_description(half)["recipe"]["onednn"] is False
+    state = torch.load(out / "checkpoint.pt", weights_only=True)
+    description = json.loads(state["description"])
+    del description["recipe"]["onednn"]
+    state["description"] = json.dumps(description)
+    torch.save(state, out / "checkpoint.pt")
+    trained(corpus, out, 3, "--resume")
+    assert book.load_description(out)["recipe"]["onednn"] is False
 
 
 def test_resuming_a_run_that_is_done_changes_no_weight(

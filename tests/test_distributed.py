@@ -331,7 +331,8 @@ def test_each_process_has_room_for_its_part(
 ):
     more = [x for value in option for x in ("--max-tokens", str(value))]
     args = book.parser().parse_args(
-        ["train", "--corpus", "x", "--out", "y", "--preset", "base", *more]
+        ["train", "--corpus", "x", "--out", "y", "--preset", "base"]
+        + ["--no-onednn", *more]
     )
     recipe, _, _ = book.settings_of(args)
     assert recipe.max_tokens == expected

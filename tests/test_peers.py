@@ -186,7 +186,8 @@ def test_the_quick_benchmark_of_training_runs_every_form(tmp_path, capsys):
     facts = json.loads(out.read_text(encoding="utf-8"))
     assert facts["rows"] == rows and facts["machine"]["threads"] >= 1
     forms = [row["form"] for row in rows if row["setting"] == "forms"]
-    assert forms in (list(book.FORMS), forms_in_32_bits())
+    assert [form for form in book.FORMS if form in forms] == forms
+    assert {*book.FORMS} - {*forms} <= KINDS
     ours = [row for row in rows if "over_peer" in row]
     assert all(row["over_peer"][0] > 0 for row in ours)
     settings = ["tiny", "base"]
@@ -205,18 +206,33 @@ def test_the_quick_benchmark_of_training_runs_every_form(tmp_path, capsys):
     assert sum("memory kept by both" in line for line in lines) == 2
 
 
-def forms_in_32_bits():
-    return [form for form in book.FORMS if form != "16-bit products"]
+KINDS = {"products by oneDNN", "16-bit products"}
 
 
 @pytest.mark.parametrize("half", [True, False])
-def test_the_forms_multiply_in_16_bits_only_where_that_pays(
-    half, monkeypatch, capsys
+@pytest.mark.parametrize("onednn", [True, False])
+def test_the_forms_multiply_in_another_way_only_where_that_pays(
+    half, onednn, monkeypatch, capsys
 ):
-    monkeypatch.setattr(training, "half_pays", lambda: half)
+    monkeypatch.setattr(book, "half_pays", lambda device: half)
+    monkeypatch.setattr(book, "onednn_pays", lambda device: onednn)
     rows = training.main(["--quick", "--only", "forms"])
-    expected = list(book.FORMS) if half else forms_in_32_bits()
-    assert [row["form"] for row in rows] == expected
+    forms = [row["form"] for row in rows]
+    assert [form for form in book.FORMS if form not in KINDS] == [
+        form for form in forms if form not in KINDS
+    ]
+    assert ("16-bit products" in forms) is half
+    assert ("products by oneDNN" in forms) is onednn
+
+
+def test_the_rate_of_the_machine_is_that_of_the_faster_library(monkeypatch):
+    for quick in (torch.nn.functional.linear, book.onednn_product):
+
+        def seconds(work, tries, quick=quick):
+            return 2.0 if work.func is quick else 4.0
+
+        monkeypatch.setattr(book, "best_seconds", seconds)
+        assert training.machines_rate(4) == 2 * 4**3 / 2.0
 
 
 def test_another_machine_has_files_of_its_own(capsys):

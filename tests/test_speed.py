@@ -1,6 +1,7 @@
 """Making it fast: each fast form computes what the plain one does."""
 
 import itertools
+from collections import Counter
 from functools import partial
 from types import SimpleNamespace
 
@@ -38,6 +39,10 @@ FORMS = {
         book.backward,
     ),
     "all": (book.fast, book.backward_in_slices),
+    "oneDNN": (
+        partial(book.fast, onednn=True),
+        partial(book.backward_in_slices, onednn=True),
+    ),
 }
 
 
@@ -88,9 +93,12 @@ def test_plain_takes_back_what_fast_did():
     model = book.tiny_model(dropout=0.1, attention_dropout=0.1)
     classes = [type(part) for part in model.modules()]
     book.fast(model, half=True)
-    assert {book.ByteDropout, book.FusedAttention, book.HalfLinear} <= {
-        type(part) for part in model.modules()
-    }
+    assert {
+        book.ByteDropout,
+        book.FusedAttention,
+        book.HalfLinear,
+        book.HalfFeedForward,
+    } <= {type(part) for part in model.modules()}
     without = [type(part) for part in book.fast(model).modules()]
     assert book.HalfLinear not in without
     assert {book.ByteDropout, book.FusedAttention} <= {*without}
@@ -120,6 +128,7 @@ def test_every_form_of_the_chart_trains(monkeypatch):
     sizes = dict(N=1, d_model=16, d_ff=16, h=2, dropout=0.1)
     monkeypatch.setitem(book.PRESETS, "tiny", sizes)
     monkeypatch.setattr(book, "half_pays", lambda device: True)
+    monkeypatch.setattr(book, "onednn_pays", lambda device: True)
     rates = book.speeds(vocab=50, turns=1)
     assert list(rates) == list(book.FORMS)
     assert all(rate > 0 for rate in rates.values())
@@ -192,10 +201,88 @@ def test_half_products_learn_as_plain_ones_do():
     assert ends[1][-1] < 0.8 * ends[1][0]
 
 
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_products_by_onednn_learn_as_torchs_own(norm_first, monkeypatch):
+    """In 32 bits: gradients, twenty updates, and that oneDNN is asked."""
+    asked, product = Counter(), book.onednn_product
+
+    def watched(x, weight, bias=None):
+        asked[x.dtype, tuple(weight.shape)] += 1
+        return product(x, weight, bias)
+
+    monkeypatch.setattr(book, "onednn_product", watched)
+    ends = []
+    for onednn in (False, True):
+        torch.manual_seed(0)
+        model = book.fast(
+            book.tiny_model(norm_first=norm_first), False, onednn
+        )
+        gradient = partial(book.backward_in_slices, onednn=onednn)
+        assert not asked
+        gradient(model, next(some_batches()), 17, 0.1)
+        gradients = [w.grad.clone() for w in model.parameters()]
+        recipe = book.Recipe(steps=20, warmup=20, batch_tokens=99,
+                             max_tokens=99)  # fmt: skip
+        batches = itertools.cycle(some_batches())
+        updates = book.training(model, batches, recipe, gradient=gradient)
+        losses = [update.loss for update in updates]
+        ends.append((gradients, losses, [*model.parameters()]))
+    one, other = ends
+    torch.testing.assert_close(other[0], one[0], rtol=1e-4, atol=1e-5)
+    assert other[1] == pytest.approx(one[1], rel=1e-3)
+    torch.testing.assert_close(other[2], one[2], rtol=1e-2, atol=1e-3)
+    assert {kind for kind, _ in asked} == {torch.float}
+    config = model.config  # of the loss, and of queries, keys and values
+    D, V = config.d_model, config.tgt_vocab
+    assert {(V, D), (3 * D, D), (config.d_ff, D)} <= {s for _, s in asked}
+
+
+def test_without_onednn_its_products_are_torchs_own(monkeypatch):
+    x, weight = torch.randn(5, 3), torch.randn(4, 3)
+    expected = torch.nn.functional.linear(x, weight)
+    torch.testing.assert_close(book.onednn_product(x, weight), expected)
+    book.onednn_answers.cache_clear()
+    monkeypatch.delattr(torch.ops.mkldnn, "_linear_pointwise", raising=False)
+
+    def gone(self, name):
+        raise AttributeError(name)
+
+    monkeypatch.setattr(type(torch.ops.mkldnn), "__getattr__", gone)
+    assert not book.onednn_answers()
+    assert book.onednn_product(x, weight).equal(expected)
+    assert not book.onednn_pays(torch.device("cpu"))
+    assert [*book.product_seconds(torch.device("cpu"), 1)] == [
+        "32 bits", "16 bits"
+    ]  # fmt: skip
+    monkeypatch.undo()
+    book.onednn_answers.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "seconds, onednn, half",
+    [((1, 0.5, 0.4), True, True), ((1, 0.5, 0.46), True, False),
+     ((1, 0.8, 0.5), False, True), ((1, 1, 1), False, False)],
+)  # fmt: skip
+def test_products_pay_where_they_are_clearly_faster(
+    seconds, onednn, half, monkeypatch
+):
+    names = "32 bits", "oneDNN", "16 bits"
+    found = dict(zip(names, seconds))
+    monkeypatch.setattr(book, "product_seconds", lambda device: dict(found))
+    monkeypatch.setattr(book, "onednn_answers", lambda: True)
+    cpu = torch.device("cpu")
+    assert (book.onednn_pays(cpu), book.half_pays(cpu)) == (onednn, half)
+    assert not book.onednn_pays(torch.device("cuda"))
+    assert not book.half_pays(torch.device("mps"))
+
+
 def test_the_switch_keeps_the_weights_and_their_names():
     model = book.tiny_model()
     before = model.state_dict()
+    book.fast(model, onednn=True)
+    assert any(type(m) is book.OneDnnLinear for m in model.modules())
     book.fast(model, half=True)
+    assert not any(type(m) is book.OneDnnLinear for m in model.modules())
     after = model.state_dict()
     assert before.keys() == after.keys()
     assert all(before[name] is not None for name in after)
