@@ -8021,14 +8021,14 @@ def dropout_keeps_the_mean():
 # **Products by oneDNN.** Nearly all of an update's arithmetic is products of
 # matrices. On Intel's and AMD's processors PyTorch brings two libraries for
 # them along: numbers of 32 bits go to MKL, which is Intel's, those of 16 bits
-# to oneDNN, which could multiply both. On a processor of Intel's it makes
-# little difference which of them one asks. On the newest AMD EPYC that we have
-# measured, with 32 bits, MKL makes 219 · 10⁹ operations a second and oneDNN
-# 480 (two cores; commit 4832d82): MKL seems to leave the processor's widest
-# instructions, AVX-512, unused there. So we ask oneDNN ourselves. Nothing is
-# rounded more than before. A gradient, too, is a product: at the input it is
-# gW, at the weight gᵀx, and both are written as one of a matrix and a
-# transposed one.
+# to oneDNN, which can multiply both. On a newer AMD EPYC, with 32 bits, MKL
+# makes 219 · 10⁹ operations a second, and oneDNN 488 (two cores; commits
+# 4832d82 and 87b5bf8, `results/benchmarks-training-epyc-zen5-mkl.json` and
+# `…-epyc-zen5.json`): it seems that MKL leaves the widest instructions of
+# another maker's processor, AVX-512, unused. So we ask oneDNN ourselves.
+# Nothing is rounded more than before, only in another order. A gradient, too,
+# is a product, at the input gW, at the weight gᵀx. And as oneDNN is asked for
+# abᵀ here, the transposed matrices are handed over.
 
 
 # %%
@@ -8576,8 +8576,10 @@ def one_means_after_another():
 # forms that use them are at a smaller part of it. Even there, updates as small
 # as those above can be slower with them than without. Where such units are
 # missing, it depends: on the AMD EPYC 16 bits pay all the same, on an Intel
-# Xeon they are slower in large updates too, and are left out of the forms.
-# Three machines were measured: `benchmarks/README.md`.
+# Xeon they are slower in large updates too, and are left out of the forms. On
+# a newer EPYC they are 1.4 times as fast as oneDNN's of 32 bits, which are 1.3
+# times as fast as MKL's, and the whole is 6.7 times the plain form (commit
+# 87b5bf8). Four machines were measured: `benchmarks/README.md`.
 
 
 # %% [markdown]
@@ -8809,7 +8811,8 @@ def as_graph(work, device, pool=None):
 #   thousand captions this brought the `Writer` from 0.86 to 1.19 times the
 #   speed of CTranslate2, a program made for translating; on two cores of an
 #   Intel Xeon, by `benchmarks/decoding_peers.py`, commits 9990f56 and
-#   4c287a0. On an AMD EPYC it is still 0.86, commit d4842f6.)
+#   4c287a0. On an AMD EPYC it is still 0.86, commit d4842f6;
+#   on a newer one it is 1.58, commit 4832d82.)
 
 
 # %%
@@ -9292,9 +9295,10 @@ def roofline_of_this_machine():
 # one sentence than its width suggests. Factors in 16 or 8 bits move this limit
 # too, for they are read in half or a quarter of the time. One matrix, which
 # never leaves the processor's own memory, may even lie above the roof; so may
-# both lines at the right, for the rate of products was measured with weights
-# that are not laid out. At the left, the matrices in turn stay below it: the
-# rate of reading is that of a plain sum, and a product does not reach it.
+# both lines at the right, for the rate of products (oneDNN's or MKL's,
+# whichever is higher) was measured with weights that are not laid out. At the
+# left, the matrices in turn stay below it: the rate of reading is that of a
+# plain sum, and a product does not reach it.
 #
 # The faster a machine multiplies, at the same rate of reading, the more rows
 # it needs to be busy. On two cores of an AMD EPYC the limits met at 8 to 13
@@ -9302,8 +9306,9 @@ def roofline_of_this_machine():
 # had the whole rate (commits d4842f6 and 82fb549). Base's whole greedy
 # decoding made 0.83, 0.75 and 0.76 of it in three calls (cfc419b, f01b437, and
 # 47d0750, which is `results/benchmarks-training.json`); the rest of the time
-# is attention, norms and the choice of words. On two cores of a Xeon that
-# multiplies two to three times as fast it made 0.45 (commit f280988,
+# is attention, norms and the choice of words. On a newer EPYC it made 0.61 of
+# oneDNN's rate (1.40 of MKL's; commits 87b5bf8 and 4832d82). On two cores of a
+# Xeon that multiplies two to three times as fast it made 0.45 (commit f280988,
 # `…-training-xeon-amx.json` beside it). An NVIDIA H100, with 989 · 10¹²
 # operations a second, weights of 16 bits, and 3.35 · 10¹² bytes a second (its
 # maker's figures), needs some 300 rows.
@@ -19881,13 +19886,15 @@ def int8_products_are_close():
 # 1.6 times as fast greedily, in four calls, and 1.1 times with a beam of five
 # in each; base 1.3 to 1.7 times, and with the beam 1.7 to 1.9 times (commits
 # 9bfd124, 9e6b1e0, cfc419b and d4842f6; the last is
-# `results/benchmarks-decoding-peers.json`). On an Intel Xeon, which has them
-# too, tiny became 1.04 times as fast greedily and 0.86 times with the beam,
-# base 1.3 and 1.2 times (commit 4c287a0, `…-peers-xeon.json` beside it). Where
-# a Xeon shows its units for matrices, which multiply both kinds, bfloat16
-# gained more than 8 bits did: tiny 1.15 times as fast greedily and 1.18 with
-# the beam, base 1.64 and 1.89 times; by 8 bits 0.92, 0.81, 1.36 and 1.51
-# times (commit f280988, `…-peers-xeon-amx.json`).
+# `results/benchmarks-decoding-peers.json`). On a newer EPYC tiny became 1.08
+# times as fast greedily and 0.85 times with the beam, base 1.38 and 1.49 times
+# (commit 4832d82, `…-peers-epyc-zen5.json` beside it). On an Intel Xeon, which
+# has them too, tiny became 1.04 times as fast greedily and 0.86 times with the
+# beam, base 1.3 and 1.2 times (commit 4c287a0, `…-peers-xeon.json` beside it).
+# Where a Xeon shows its units for matrices, which multiply both kinds,
+# bfloat16 gained more than 8 bits did: tiny 1.15 times as fast greedily and
+# 1.18 with the beam, base 1.64 and 1.89 times; by 8 bits 0.92, 0.81, 1.36 and
+# 1.51 times (commit f280988, `…-peers-xeon-amx.json`).
 #
 # What it costs `results/model-de-en`, in BLEU with a beam of four: on
 # Multi30k's validation set, 41.85 becomes

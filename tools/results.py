@@ -920,7 +920,12 @@ def heart_table():
     return lines
 
 
-MACHINES = {None: "", "xeon": "", "xeon-amx": " with AMX"}  # --name: units
+MACHINES = {  # --name: what its processor has besides its name
+    None: "",
+    "epyc-zen5": " (Zen 5)",
+    "xeon": "",
+    "xeon-amx": " with AMX",
+}
 
 
 def speed_table(names=tuple(MACHINES), aimed=False):
@@ -1151,7 +1156,7 @@ TABLES = {
     "full length": full_length_table,
     "speed": speed_table,
     "speed on a GPU": gpu_table,
-    "speed in short": partial(speed_table, (None,), aimed=True),
+    "speed in short": partial(speed_table, (None, "epyc-zen5"), aimed=True),
     "claims": claims_table,
     "long claims": long_claims,
 }
