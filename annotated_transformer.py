@@ -76,7 +76,8 @@
 # | real captions (Multi30k), from the command line | an hour or less |
 #
 # (On an AMD EPYC that multiplies in 16 bits. On one that has AVX2 alone, the
-# whole notebook took eleven minutes: commit `cfe3857`.)
+# whole notebook took eleven minutes, commit `cfe3857`, on a newer one three
+# and a half: commit `8ec2fee`.)
 #
 # **Symbols.** N, h, d_model, d_ff and d_k are the paper's; the other letters
 # are ours. A *token* is one piece of text, such as a word, a part of a word,
@@ -6913,8 +6914,9 @@ class Recipe:
     max_tokens: int = 4096  # so many at once: round(25,000 / 4,096) = 6 times
     clip: float | None = None  # largest gradient norm; the paper has none
     seed: int = 0
-    # Beyond the paper, and off unless asked for. `half` and `onednn` are
-    # explained in "Making it fast", the others in "Levers beyond the paper":
+    # Beyond the paper, and off unless asked for. `half` and `onednn` (which
+    # `train` may choose by itself) are explained in "Making it fast", the
+    # others in "Levers beyond the paper":
     decay: str = "root"  # or "linear", to reach 0 after the last update
     ema: float = 0.0  # decay of the moving average of the weights
     r_drop: float = 0.0  # weight of the distance between two passes
@@ -8025,10 +8027,11 @@ def dropout_keeps_the_mean():
 # makes 219 · 10⁹ operations a second, and oneDNN 488 (two cores; commits
 # 4832d82 and 87b5bf8, `results/benchmarks-training-epyc-zen5-mkl.json` and
 # `…-epyc-zen5.json`): it seems that MKL leaves the widest instructions of
-# another maker's processor, AVX-512, unused. So we ask oneDNN ourselves.
-# Nothing is rounded more than before, only in another order. A gradient, too,
-# is a product, at the input gW, at the weight gᵀx. And as oneDNN is asked for
-# abᵀ here, the transposed matrices are handed over.
+# another maker's processor, AVX-512, unused. So we ask oneDNN ourselves, for
+# products with weights and for the loss (attention's own two stay where they
+# are). Nothing is rounded more than before, only in another order. A gradient,
+# too, is a product, at the input gW, at the weight gᵀx. And as oneDNN is asked
+# for abᵀ here, the transposed matrices are handed over.
 
 
 # %%
@@ -8046,7 +8049,7 @@ def onednn_answers():
 def onednn_product(x, weight, bias=None):
     """`F.linear`: x (R, I) · weight (O, I)ᵀ + bias, by oneDNN if it can."""
     here = x.device.type == "cpu" and x.dtype == torch.float
-    if not (here and onednn_answers()):
+    if not (here and onednn_answers()) or not x.numel():  # sums of nothing
         return F.linear(x, weight, bias)
     multiply = torch.ops.mkldnn._linear_pointwise
     return multiply(x, weight, bias, "none", [], "")
@@ -8060,10 +8063,10 @@ def best_product_rate():
 
 @example
 def two_libraries():
-    for how, multiply in (
-        ("as torch chooses", F.linear),
-        ("by oneDNN", onednn_product),
-    ):
+    ways = {"as torch chooses": F.linear, "by oneDNN": onednn_product}
+    if not onednn_answers():
+        del ways["by oneDNN"]
+    for how, multiply in ways.items():
         rate = product_rate(multiply=multiply)
         print(f"{rate / 1e9:4.0f} · 10⁹ operations/s in 32 bits, {how}")
 
@@ -8089,7 +8092,7 @@ class OneDnnProduct(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         whole = gradient.reshape(-1, gradient.size(-1))
         at_x = onednn_product(whole, weight.T).view(ctx.shape)
-        at_weight = onednn_product(x.T, whole.T).T
+        at_weight = onednn_product(x.T, whole.T).T  # sooner than gᵀx so
         return at_x, at_weight, whole.sum(0) if ctx.bias else None
 
 
@@ -8131,7 +8134,8 @@ def onednn_products_are_the_same():
 # fast as those of 32, a few several times as fast. In `bfloat16` a number
 # keeps its range and loses digits: 8 bits of precision, where a `float32` has
 # 24. So only products with weights are rounded, in training: their factors and
-# their results, not the sums on the way. All else is in 32 bits: the weights
+# their results, not the sums on the way. All else (but what is between the two
+# maps of a feed-forward network, see below) is in 32 bits: the weights
 # themselves, Adam's two means, norms, and attention's own two products with
 # the softmax between them. (On a GPU attention is in 16 bits as well: queries,
 # keys and values have just been rounded anyway.) The model stays as it is: its
@@ -8198,7 +8202,7 @@ def half_products_are_close():
 # result of the first is rounded for the second anyway. So the whole network
 # can stay in 16 bits on the way, where the tensors are widest, F numbers for
 # each place. That spares four copies of them, to 32 bits and back, forward and
-# backward:
+# backward. (The first bias is rounded, too.)
 
 
 # %%
@@ -8238,9 +8242,9 @@ class HalfFeedForward(FeedForward):
 
 
 # %% [markdown]
-# That costs nothing more than two maps in 16 bits would. (Which is more than
-# 1 % in some gradients here: where a sum is nearly 0, the ReLU may decide
-# otherwise.)
+# That costs nothing more than two maps in 16 bits would. (Some gradients are
+# off by more than 1 % here, in either form: where a sum is nearly 0, the ReLU
+# may decide otherwise.)
 
 
 # %%
@@ -8577,9 +8581,10 @@ def one_means_after_another():
 # as those above can be slower with them than without. Where such units are
 # missing, it depends: on the AMD EPYC 16 bits pay all the same, on an Intel
 # Xeon they are slower in large updates too, and are left out of the forms. On
-# a newer EPYC they are 1.4 times as fast as oneDNN's of 32 bits, which are 1.3
-# times as fast as MKL's, and the whole is 6.7 times the plain form (commit
-# 87b5bf8). Four machines were measured: `benchmarks/README.md`.
+# a newer EPYC the form in 16 bits trains 1.4 times as fast as that by oneDNN,
+# which trains 1.3 times as fast as the one before, by MKL; the whole was 5.1
+# and 6.7 times the plain form in two calls (commits 4832d82 and 87b5bf8). Four
+# machines were measured: `benchmarks/README.md`.
 
 
 # %% [markdown]
@@ -8781,8 +8786,8 @@ def as_graph(work, device, pool=None):
 # * **Weights laid out once.** Before a library multiplies, it copies the
 #   weights into the order in which the processor reads them best. Beside a
 #   thousand rows that costs little; the fewer the rows, the larger its part.
-#   oneDNN, which PyTorch brings along, can keep the copy. It also adds the
-#   bias and the residual, or applies the ReLU, as it writes each number.
+#   oneDNN can keep the copy. It also adds the bias and the residual, or
+#   applies the ReLU, as it writes each number.
 # * **Products joined.** Queries, keys and values of a layer are one product;
 #   so are the keys and values that all layers take from the memory.
 # * **Small products together.** A step of attention is thousands of tiny
@@ -17778,7 +17783,7 @@ def begin_or_resume(run, recipe, folder, options):
 # %%
 def gradient_for(run, recipe, compiled=False):
     """Make the run's model fast; return what computes its gradient."""
-    onednn = recipe.onednn and not compiled  # which chooses for itself
+    onednn = recipe.onednn and not compiled  # the compiler chooses itself
     products = {"half": recipe.half, "onednn": onednn}
     gradient = partial(backward_in_slices, **products)
     fast(run.model, **products)
@@ -20502,7 +20507,8 @@ def run_train(args):
         count = parameter_count(translator.model.to(device)) / 1e6
         sizes = f"the model of {args.start}" if args.start else args.preset
         say(f"{sizes}: {count:.1f} million weights")
-        tell_recipe(recipe, translator.model.config)
+        onednn = recipe.onednn and device.type == "cpu" and not args.compile
+        tell_recipe(recipe, translator.model.config, onednn)
         ema = recipe.ema
         run = Run(
             translator, adam(translator.model),
@@ -20533,7 +20539,7 @@ def run_train(args):
 
 
 # %% tags=["plumbing"]
-def tell_recipe(recipe, config):
+def tell_recipe(recipe, config, onednn):
     """Say what the preset and the options come to."""
     top = min(recipe.warmup, recipe.steps)
     fall = "to 0 on a line" if recipe.decay == "linear" else "with the root"
@@ -20543,7 +20549,7 @@ def tell_recipe(recipe, config):
         f"{top:,}{fall}; dropout {config.dropout:g}; "
         + (f"moving average {recipe.ema:g}; " if recipe.ema else "")
         + f"products in {'16' if recipe.half else '32'} bits"
-        + (", by oneDNN" if recipe.onednn else "")
+        + (", by oneDNN" if onednn else "")
     )
 
 
@@ -20728,12 +20734,14 @@ def settings_of(args):
         if getattr(args, name, None) is not None:
             settings[name] = getattr(args, name)
     if args.preset == "laptop" and args.half is None:
-        settings["half"] = from_first(lambda: before(args, "half", half_pays))
+        settings["half"] = from_first(
+            lambda: as_before(args, "half", half_pays)
+        )
     if settings.get("half"):
         settings["onednn"] = False
     elif args.onednn is None:
         settings["onednn"] = from_first(
-            lambda: before(args, "onednn", onednn_pays)
+            lambda: as_before(args, "onednn", onednn_pays)
         )
     if args.max_tokens is None:
         places = settings.get("batch_tokens", Recipe.batch_tokens)
@@ -20756,14 +20764,13 @@ def settings_of(args):
 
 
 # %% tags=["plumbing"]
-def before(args, name, pays):
+def as_before(args, name, pays):
     """What the run to resume did about --half or --onednn; else what pays."""
     path = Path(args.out) / "checkpoint.pt"
-    device = pick_device(args.device)
     if not path.exists():
-        return pays(device)
+        return pays(pick_device(args.device))
     try:
-        state = load_tensors(path, device)
+        state = load_tensors(path, mmap=True)
         return json.loads(state["description"])["recipe"][name]
     except (LookupError, TypeError, ValueError):
         return False  # an older run, or damaged: `Run.load` will tell
@@ -21517,7 +21524,7 @@ def add_training(train):
     text = "read and write small letters only"
     option("--lowercase", action="store_true", help=text)
     option("--half", action=flag, help="products in bfloat16, or in 32 bits")
-    text = "those in 32 bits by oneDNN, or by torch's choice (what is faster)"
+    text = "products in 32 bits by oneDNN, or as torch chooses"
     option("--onednn", action=flag, help=text)
     text = "how the rate falls: with the root, or to 0 at the end"
     option("--decay", choices=("root", "linear"), help=text)

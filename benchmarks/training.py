@@ -111,11 +111,10 @@ def full_batch(places, vocab, length=16):
     return book.Batch(src, torch.randint(4, vocab, (B, length + 1)))
 
 
-def our_update(config, batch, half):
+def our_update(config, batch, half, onednn):
     """A function that makes an update of the fast form."""
     torch.manual_seed(0)
-    onednn = not half and book.onednn_pays(torch.device("cpu"))
-    products = {"half": half, "onednn": onednn}
+    products = {"half": half, "onednn": onednn and not half}
     model = book.fast(book.Transformer(config), **products)
     gradient = partial(book.backward_in_slices, **products)
     places = batch.count()
@@ -161,8 +160,8 @@ def against_the_peer(args):
         runs = {
             "peer": peers_update(config, batch),
             "peer in 16 bits": peers_update(config, batch, True),
-            "ours, 32 bits": our_update(config, batch, False),
-            "ours, 16-bit products": our_update(config, batch, True),
+            "ours, 32 bits": our_update(config, batch, False, args.onednn),
+            "ours, 16-bit products": our_update(config, batch, True, False),
         }
         rates = in_turn(runs, args.rounds)
         rows += show(preset, rates, "peer", "peer in 16 bits")
@@ -310,7 +309,8 @@ def the_limit(args):
     with FlopCounterMode(display=False) as counter:
         book.greedy(model, src)
     write_work = counter.get_total_flops()
-    train, writer = our_update(config, batch, False), book.Writer(model)
+    train = our_update(config, batch, False, args.onednn)
+    writer = book.Writer(model)
     runs = {
         "training": (train_work, train),
         "greedy decoding": (
@@ -388,6 +388,8 @@ def main(argv=None):
     args = parser.parse_args(argv)
     args.rounds = 1 if args.quick else args.rounds
     facts, rows = machine(vars(args)), []
+    args.onednn = book.onednn_pays(torch.device("cpu"))
+    facts["products in 32 bits by oneDNN"] = args.onednn
     print(json.dumps(facts))
     for name in args.only or PARTS:
         rows += PARTS[name](args)

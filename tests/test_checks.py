@@ -220,8 +220,8 @@ SLIPS = {
         "int8_products_are_close",
     ),
     "a gradient of half the size, by oneDNN": (
-        "        at_weight = onednn_product(x.T, whole.T).T",
-        "        at_weight = onednn_product(x.T, whole.T).T / 2",
+        "at_weight = onednn_product(x.T, whole.T).T",
+        "at_weight = onednn_product(x.T, whole.T).T / 2",
         "onednn_products_are_the_same",
     ),
     "a gradient of the transposed weight, by oneDNN": (

@@ -1,6 +1,7 @@
 """Making it fast: each fast form computes what the plain one does."""
 
 import itertools
+import platform
 from collections import Counter
 from functools import partial
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 import annotated_transformer as book
-from annotated_transformer import BOS, EOS
+from annotated_transformer import BOS, EOS, PAD
 
 
 def some_batches():
@@ -201,8 +202,9 @@ def test_half_products_learn_as_plain_ones_do():
     assert ends[1][-1] < 0.8 * ends[1][0]
 
 
+@pytest.mark.parametrize("rows", [1, 5, None])
 @pytest.mark.parametrize("norm_first", [False, True])
-def test_products_by_onednn_learn_as_torchs_own(norm_first, monkeypatch):
+def test_products_by_onednn_learn_as_torchs_own(norm_first, rows, monkeypatch):
     """In 32 bits: gradients, twenty updates, and that oneDNN is asked."""
     asked, product = Counter(), book.onednn_product
 
@@ -217,7 +219,7 @@ def test_products_by_onednn_learn_as_torchs_own(norm_first, monkeypatch):
         model = book.fast(
             book.tiny_model(norm_first=norm_first), False, onednn
         )
-        gradient = partial(book.backward_in_slices, onednn=onednn)
+        gradient = partial(book.backward_in_slices, rows=rows, onednn=onednn)
         assert not asked
         gradient(model, next(some_batches()), 17, 0.1)
         gradients = [w.grad.clone() for w in model.parameters()]
@@ -237,25 +239,51 @@ def test_products_by_onednn_learn_as_torchs_own(norm_first, monkeypatch):
     assert {(V, D), (3 * D, D), (config.d_ff, D)} <= {s for _, s in asked}
 
 
-def test_without_onednn_its_products_are_torchs_own(monkeypatch):
+@pytest.fixture
+def asked_anew():
+    """Whether oneDNN answers is asked anew in a test, and after it."""
+    yield
+    book.onednn_answers.cache_clear()
+
+
+def test_without_onednn_its_products_are_torchs_own(
+    monkeypatch, capsys, asked_anew
+):
     x, weight = torch.randn(5, 3), torch.randn(4, 3)
     expected = torch.nn.functional.linear(x, weight)
     torch.testing.assert_close(book.onednn_product(x, weight), expected)
     book.onednn_answers.cache_clear()
-    monkeypatch.delattr(torch.ops.mkldnn, "_linear_pointwise", raising=False)
-
-    def gone(self, name):
-        raise AttributeError(name)
-
-    monkeypatch.setattr(type(torch.ops.mkldnn), "__getattr__", gone)
+    monkeypatch.setattr(book.torch.ops, "mkldnn", object())
     assert not book.onednn_answers()
     assert book.onednn_product(x, weight).equal(expected)
     assert not book.onednn_pays(torch.device("cpu"))
     assert [*book.product_seconds(torch.device("cpu"), 1)] == [
         "32 bits", "16 bits"
     ]  # fmt: skip
-    monkeypatch.undo()
-    book.onednn_answers.cache_clear()
+    book.EXAMPLES["two_libraries"]()
+    assert "oneDNN" not in capsys.readouterr().out
+
+
+def test_onednn_sums_nothing_to_zero():
+    """A process without labels in its part has no rows (see `share`)."""
+    x, weight = torch.randn(4, 0), torch.randn(3, 0)
+    assert book.onednn_product(x, weight).equal(torch.zeros(4, 3))
+    assert book.onednn_product(x.T, torch.randn(3, 4)).shape == (0, 3)
+    model = book.fast(book.tiny_model(), onednn=True)
+    empty = book.Batch(torch.full((2, 3), PAD), torch.full((2, 4), PAD))
+    gradient = partial(book.backward_in_slices, onednn=True)
+    assert gradient(model, empty, 7, 0.1) == 0
+    assert not any(weight.grad.any() for weight in model.parameters())
+
+
+@pytest.mark.skipif(
+    platform.machine() not in ("x86_64", "AMD64")
+    or not torch.backends.mkldnn.is_available(),
+    reason="PyTorch comes with oneDNN on other processors",
+)
+def test_onednn_answers_where_pytorch_has_it():
+    """Its name is not one of those that PyTorch promises to keep."""
+    assert book.onednn_answers()
 
 
 @pytest.mark.parametrize(
