@@ -8092,19 +8092,23 @@ class OneDnnProduct(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         whole = gradient.reshape(-1, gradient.size(-1))
         at_x = onednn_product(whole, weight.T).view(ctx.shape)
-        at_weight = onednn_product(x.T, whole.T).T  # sooner than gᵀx so
+        at_weight = onednn_product(x.T, whole.T).T  # gᵀx, the quicker way
         return at_x, at_weight, whole.sum(0) if ctx.bias else None
 
 
-class OneDnnLinear(nn.Linear):
-    """nn.Linear of (..., T, I), with `OneDnnProduct` in training."""
-
-    multiply = OneDnnProduct.apply
+class TrainingLinear(nn.Linear):
+    """nn.Linear of (..., T, I), with a product of its own in training."""
 
     def forward(self, x):
         if not self.training:
             return super().forward(x)
-        return OneDnnProduct.apply(x, self.weight, self.bias)
+        return self.multiply(x, self.weight, self.bias)
+
+
+class OneDnnLinear(TrainingLinear):
+    """nn.Linear, in training with `OneDnnProduct`."""
+
+    multiply = OneDnnProduct.apply
 
 
 # %% [markdown]
@@ -8170,15 +8174,10 @@ class HalfProduct(torch.autograd.Function):
 
 
 # %%
-class HalfLinear(nn.Linear):
-    """nn.Linear of (..., T, I), with `HalfProduct` in training."""
+class HalfLinear(TrainingLinear):
+    """nn.Linear, in training with `HalfProduct`."""
 
     multiply = HalfProduct.apply
-
-    def forward(self, x):
-        if not self.training:
-            return super().forward(x)
-        return HalfProduct.apply(x, self.weight, self.bias)
 
 
 # %% [markdown]
@@ -8327,10 +8326,10 @@ class FusedAttention(MultiHeadAttention):
     def project(self, x, *maps):
         """(B, T, D) through several linear maps at once -> (B, H, T, K) …"""
         weight = torch.cat([linear.weight for linear in maps])
-        if type(maps[0]) is nn.Linear:
-            y = F.linear(x, weight)
-        else:
+        if isinstance(maps[0], TrainingLinear):
             y = maps[0].multiply(x, weight, None)
+        else:
+            y = F.linear(x, weight)
         if y.is_cuda and isinstance(maps[0], HalfLinear):
             y = y.bfloat16()  # it was rounded just now
         return map(self.split, y.chunk(len(maps), dim=-1))

@@ -250,8 +250,8 @@ SLIPS = {
         "half_network_loses_no_more",
     ),
     "16 bits in use as well": (
-        "            return super().forward(x)\n        return HalfProduct",
-        "            pass\n        return HalfProduct",
+        "            return super().forward(x)\n        return self.multiply",
+        "            pass\n        return self.multiply",
         "half_products_are_close",
     ),
     "a norm whose variance is a constant": (
