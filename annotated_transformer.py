@@ -8613,9 +8613,16 @@ def new_pages(work):
     return count() - before
 
 
+def use_new_memory():
+    """128 MiB of the system's own, which no library can have kept."""
+    with mmap.mmap(-1, 2**27) as memory:
+        for _ in range(2**7):
+            memory.write(bytes(2**20))
+
+
 @example
 def memory_of_an_update():
-    if not new_pages(partial(torch.ones, 2**25)):  # 128 MiB need some
+    if not new_pages(use_new_memory):
         print("This system does not count them.")
         return
     batch = next(stream(random_pairs(2000, 10_000), 4096, 0))
