@@ -1064,6 +1064,8 @@ FRENCH = "multi30k-en-fr-tiny"  # three seeds of one recipe
 FRENCH = FRENCH, f"{FRENCH}-s1", f"{FRENCH}-s2"
 WRITTEN = "multi30k-en-de-tiny-written-by-models"
 WRITTEN = WRITTEN, f"{WRITTEN}-s1", f"{WRITTEN}-s2"  # three from one beginning
+ANEW = "multi30k-en-de-tiny-written-text"
+ANEW = ANEW, f"{ANEW}-s1", f"{ANEW}-s2"  # and three from random weights
 GAINS = [  # (what is changed, the result, that which it is compared with)
     ("10,000 pieces, not 5,000", "pieces-en-de", "multi30k-en-de"),
     ("the same, 4,000 updates fewer", "multi30k-en-fr-10k", "multi30k-en-fr"),
@@ -1085,7 +1087,9 @@ GAINS = [  # (what is changed, the result, that which it is compared with)
     ("sixth line, then better models' text",
      "diversified-better-text", "multi30k-en-de-tiny-spellings-mean"),
     ("as the seventh, better models' text",
-     "multi30k-en-de-tiny-written-text", "multi30k-en-de-tiny-straight"),
+     ANEW, "multi30k-en-de-tiny-straight"),
+    ("tenth line, seed 0, then more text",
+     f"{ANEW[0]}-on", ANEW[0]),
     ("ninth line once more, seed 0", "diversified-twice", WRITTEN[0]),
     ("the closest of the beam, seed 0", "diversified-closest", WRITTEN[0]),
     ("first line, then diversified text",
