@@ -19026,8 +19026,8 @@ def speaks_for_all(store):
 # training, more dropout, and diversified text from the start, laid upon the
 # preset, gain nothing on the test set or had no claim to be measured there;
 # nor does longer training of the tenth line, with more text. From German to
-# English that lever brings most of all, 1.5 on both sets; to French 0.7 and
-# 0.9. And most lines are of one seed (to German that lever has three, either
+# English models' text brings most of all, 1.5 on both sets; to French 0.7 and
+# 0.9. And most lines are of one seed (to German that text has three, either
 # way); two seeds of one recipe differ by up to 1.1. The rest of this section
 # says how each was done. (Leave it out until you want to try one.)
 #
@@ -19302,11 +19302,12 @@ def speaks_for_all(store):
 # and 41.2 on the test set. Whether a larger one makes more of such text, we
 # have not tried.
 #
-# **The closest of the beam** (*Levers beyond the paper*) brought that model
-# less than nothing. Both German-English models, the published one and the one
-# that went on (below), wrote an English text for each German one. For these
-# and for the real English ones it wrote German, of which the closest of eight
-# was taken. That makes 174,000 pairs, half of them with real German:
+# **The closest of the beam** (*Levers beyond the paper*) brought the ninth
+# line's model, seed 0, less than nothing. Both German-English models, the
+# published one and the one that went on (below), wrote an English text for
+# each German one. For these and for the real English ones it wrote German, of
+# which the closest of eight was taken. That makes 174,000 pairs, half of them
+# with real German:
 #
 # `python annotated_transformer.py diversify --corpus multi30k --src en --tgt
 # de --model results/model-de-en-more --model results/model-de-en --alpha 1.5
