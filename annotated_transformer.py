@@ -20562,7 +20562,9 @@ def run_train(args):
         tell_of_pairs(train, recipe)
         count = parameter_count(translator.model.to(device)) / 1e6
         sizes = f"the model of {args.start}" if args.start else args.preset
-        say(f"{sizes}: {count:.1f} million weights")
+        own = [f"{name}={n}" for name, n in sizes_given(args).items()]
+        own = f" with {', '.join(own)}" if own else ""
+        say(f"{sizes}{own}: {count:.1f} million weights")
         onednn = recipe.onednn and device.type == "cpu" and not args.compile
         tell_recipe(recipe, translator.model.config, onednn)
         ema = recipe.ema
@@ -20737,7 +20739,8 @@ def training_corpus(args, texts, pieces, both, start):
 # %% tags=["plumbing"]
 def load_start(args, both):
     """The translator in the folder of `--from`, ready to be trained on."""
-    for name in ("pieces", "norm_first"):
+    sizes = "layers", "d_model", "d_ff", "heads"
+    for name in ("pieces", "norm_first", *sizes):
         if getattr(args, name) is not None:
             option = name.replace("_", "-")
             raise InputError(f"--{option} is the model's own with --from")
@@ -20776,6 +20779,13 @@ def load_start(args, both):
 
 
 # %% tags=["plumbing"]
+def sizes_given(args):
+    """What --layers, --d-model, --d-ff and --heads say, as Config has it."""
+    names = dict(N="layers", d_model="d_model", d_ff="d_ff", h="heads")
+    given = {name: getattr(args, option) for name, option in names.items()}
+    return {name: n for name, n in given.items() if n is not None}
+
+
 def settings_of(args):
     """(Recipe, sizes for Config, number of pieces) from the options."""
     settings = dict(RECIPES[args.preset])
@@ -20802,9 +20812,11 @@ def settings_of(args):
     if args.max_tokens is None:
         places = settings.get("batch_tokens", Recipe.batch_tokens)
         settings["max_tokens"] = min(places, 4096 * place()[1])
+    sizes |= sizes_given(args)
     for name in ("dropout", "attention_dropout", "norm_first"):
         if getattr(args, name) is not None:
             sizes[name] = getattr(args, name)
+    Config(2, 2, **sizes)  # sizes that do not fit are refused here
     pieces = pieces if args.pieces is None else args.pieces
     if pieces < 0:
         raise InputError("--pieces must be 0 (whole words) or more")
@@ -21487,6 +21499,12 @@ NUMBERS = (
     ),
     ("--max-tokens", int, "of them at once (4096 a process, or fewer)"),
 )
+SHAPES = (
+    ("--layers", int, "N, in each of the two stacks"),
+    ("--d-model", int, "width of the model"),
+    ("--d-ff", int, "inner width of the feed-forward networks"),
+    ("--heads", int, "h, of each attention; they divide d_model"),
+)
 LEVERS = (
     ("--dropout", float, "instead of the preset's"),
     ("--attention-dropout", float, "dropout on attention weights"),
@@ -21571,6 +21589,7 @@ def add_training(train):
     option("--compile", action="store_true", help=text)
     text = "record updates on an NVIDIA GPU and repeat them (CUDA graphs)"
     option("--record", action="store_true", help=text)
+    add_numbers(train.add_argument_group("sizes, not the preset's"), SHAPES)
     levers = train.add_argument_group("levers beyond the paper")
     add_numbers(levers, LEVERS)
     option = levers.add_argument

@@ -106,6 +106,7 @@ OPTIONS = {
     "copy": "--device --seed",
     "train": "--device --corpus --src --tgt --preset --out --steps --seed "
     "--cache --from --compile --record "
+    "--layers --d-model --d-ff --heads "
     "--pieces --warmup --factor --batch-tokens --max-tokens --average "
     "--tensorboard "
     "--norm-first --dropout --attention-dropout --decay --ema --r-drop "
@@ -357,6 +358,51 @@ def test_a_run_starts_from_the_weights_of_another(
     assert words[0] == words[1]
 
 
+@pytest.mark.parametrize(
+    "preset, others", [("tiny", {}), ("laptop", book.LAPTOP)]
+)
+def test_sizes_may_be_given_instead_of_the_presets(
+    capsys, corpus, tmp_path, preset, others
+):
+    sizes = dict(N=1, d_model=24, d_ff=40, h=3)
+    options = "--layers", 1, "--d-model", 24, "--d-ff", 40, "--heads", 3
+    out = tmp_path / "out"
+    how = "--preset", preset, "--pieces", 150
+    command = start_command(corpus, out, None, *how, *options)
+    status, _, errors = run(capsys, *command)
+    assert status == 0, errors
+    assert f"{preset} with N=1, d_model=24, d_ff=40, h=3: 0.0 mill" in errors
+    config = book.asdict(book.load_translator(out).model.config)
+    expected = book.PRESETS["tiny"] | others | sizes
+    assert {name: config[name] for name in expected} == expected
+
+
+def test_one_size_leaves_the_others(corpus, tmp_path):
+    out = trained(corpus, tmp_path / "out", 1, "--layers", 1)
+    config = book.load_translator(out).model.config
+    plain = trained(corpus, tmp_path / "plain", 1)
+    assert config == book.replace(
+        book.load_translator(plain).model.config, N=1
+    )
+
+
+@pytest.mark.parametrize(
+    "sizes, named",
+    [
+        (["--heads", 3], "d_model=64 is not divisible by h=3"),
+        (["--d-model", 63, "--heads", 1], "d_model=63 must be even"),
+        (["--layers", 0], "N must be at least 1"),
+        (["--d-ff", -1], "d_ff must be at least 1"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused_first(
+    capsys, corpus, tmp_path, sizes, named
+):
+    out = tmp_path / "out"
+    assert named in refused(capsys, *start_command(corpus, out, None, *sizes))
+    assert not out.exists()
+
+
 def test_a_run_from_a_model_may_have_another_dropout(
     capsys, corpus, small, tmp_path
 ):
@@ -434,6 +480,10 @@ def test_pieces_of_a_model_are_cut_whatever_the_corpus_had(
     [
         (["--pieces", 50], "--pieces is the model's own"),
         (["--norm-first"], "--norm-first is the model's own"),
+        (["--layers", 1], "--layers is the model's own"),
+        (["--d-model", 64], "--d-model is the model's own"),
+        (["--d-ff", 64], "--d-ff is the model's own"),
+        (["--heads", 4], "--heads is the model's own"),
         (["--src", "en", "--tgt", "de"], "de to en, one way"),
         (["--both"], "de to en, one way"),
     ],

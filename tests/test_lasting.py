@@ -418,6 +418,7 @@ def test_resuming_a_run_that_is_done_adds_nothing(few, whole, tmp_path):
         (["--dropout", 0.3], "dropout"),
         (["--warmup", 6], "warmup"),
         (["--decay", "linear"], "decay"),
+        (["--d-ff", 64], "d_ff"),
     ],
 )
 def test_a_run_is_not_resumed_with_other_levers(
