@@ -5,6 +5,7 @@ import functools
 import importlib
 import io
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -32,6 +33,17 @@ def fresh(*arguments, text=None, **options):
         input=text, capture_output=True, timeout=300,
         env=ONE_THREAD, **options,
     )  # fmt: skip
+
+
+@contextlib.contextmanager
+def little_room(most):
+    """Let no file grow beyond so many bytes, as on a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def run(capsys, *arguments):

@@ -722,6 +722,12 @@ def test_check_holds(name):
     book.run_seeded(book.CHECKS[name])
 
 
+def test_what_a_check_prints_is_a_sentence():
+    """The notebook shows the first line of its docstring."""
+    printed = [c.__doc__.splitlines()[0] for c in book.CHECKS.values()]
+    assert printed and [line for line in printed if line[-1] != "."] == []
+
+
 @pytest.mark.parametrize("seed", [1, 2])
 def test_checks_hold_from_any_seed(seed):
     for name in sorted(UNTRAINED):

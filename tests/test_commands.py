@@ -20,6 +20,7 @@ from helpers import (
     checkpoint,
     contents,
     fresh,
+    little_room,
     refused,
     run,
     same,
@@ -1162,6 +1163,28 @@ def test_a_larger_corpus_that_was_cut_off_is_completed(
     assert there > 5
     missing = numbered("train", "de")[there:], numbered("train", "en")
     assert asked == [*missing[0], *missing[1]]
+
+
+def test_a_larger_corpus_that_finds_no_room_names_its_file_and_goes_on(
+    capsys, monkeypatch, pairs, small, tmp_path
+):
+    out = tmp_path / "larger"
+    command = diversify(pairs, out, small)
+    real = book.Translator.translate
+    texts = "word " * 200  # more than there is room for
+
+    def wordy(self, sentences, *how):
+        return [texts.strip() for _ in sentences]
+
+    monkeypatch.setattr(book.Translator, "translate", wordy)
+    with little_room(10_000):
+        said = refused(capsys, *command)
+    assert f"{out / 'made-1.en'}: not written" in said
+    assert "the same command goes on from there" in said
+    assert said.count("not written") == 1
+    monkeypatch.setattr(book.Translator, "translate", real)
+    status, _, said = run(capsys, *command)
+    assert status == 0 and "30 pairs and 30 made of them" in said
 
 
 def test_another_larger_corpus_is_not_gone_on_with(

@@ -10,6 +10,7 @@ import urllib.request
 from collections import Counter
 
 import pytest
+from helpers import little_room
 
 import annotated_transformer as book
 
@@ -680,21 +681,31 @@ def test_after_a_good_host_no_other_is_asked(host, server, tmp_path):
 
 
 def test_two_processes_may_download_one_file(host, tmp_path, monkeypatch):
-    """The second does all of it while the first looks at its digest."""
-    real, calls = book.sha256, []
+    """The second does all of it while the first writes."""
+    real, written = book.write_whole, []
 
-    def sha256(path):
-        calls.append(path)
-        if len(calls) == 1:
-            with monkeypatch.context() as patch:
-                patch.setattr(book.os, "getpid", lambda: 2)
-                book.fetch(NAME, tmp_path, [host("good")])
-        return real(path)
+    def write_whole(path, write):
+        def write_slowly(unfinished):
+            write(unfinished)
+            written.append(unfinished)
+            if len(written) == 1:
+                with monkeypatch.context() as patch:
+                    patch.setattr(book.os, "getpid", lambda: 2)
+                    book.fetch(NAME, tmp_path, [host("good")])
 
-    monkeypatch.setattr(book, "sha256", sha256)
+        real(path, write_slowly)
+
+    monkeypatch.setattr(book, "write_whole", write_whole)
     path = book.fetch(NAME, tmp_path, [host("good")])
-    assert path.read_bytes() == CONTENT and len(calls) > 2
+    assert path.read_bytes() == CONTENT and len({*written}) == 2
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_download_that_finds_no_room_is_named(host, tmp_path):
+    with little_room(3), pytest.raises(book.NotWritten) as caught:
+        book.fetch(NAME, tmp_path, [host("good")])
+    assert f"{tmp_path / NAME}: not written" in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_host_that_does_not_answer_is_passed_over(host, tmp_path):

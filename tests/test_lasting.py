@@ -6,7 +6,6 @@ import math
 import os
 import random
 import re
-import resource
 import shutil
 import signal
 import subprocess
@@ -23,6 +22,7 @@ from helpers import (
     checkpoint,
     contents,
     fresh,
+    little_room,
     refused,
     run,
     same,
@@ -282,13 +282,8 @@ def test_half_a_file_is_never_left_in_the_place_of_a_whole_one(
 
     def full_disk(state, path):
         """As torch.save does where the bytes find no room."""
-        most = 1000  # of each file that is written here
-        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
-        try:
+        with little_room(1000):
             save(state, path)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
     monkeypatch.setattr(torch, "save", full_disk)
     arguments = training_command(few, out, 8, *LEVERS, "--resume")

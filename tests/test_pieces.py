@@ -162,6 +162,22 @@ def test_text_that_looks_like_a_special_token_is_none(text):
     assert not special & set(vocabulary.encode(vocabulary.split(text))[:-1])
 
 
+@pytest.mark.parametrize("name", book.SPECIALS)
+def test_letters_that_are_strange_do_not_spell_a_special_token(name):
+    """Pieces joins what it does not know, so that the name stays whole."""
+    pairs = [("жук летит", "дом стоит"), ("дом летит", "жук стоит")] * 9
+    translator = untrained(pairs, size=30)
+    vocabulary, text = translator.src_vocab, f"жук {name} дом"
+    assert not set(name) & set("".join(vocabulary.decode(range(4, 30))))
+    assert name in vocabulary.split(text)
+    ids = vocabulary.encode(vocabulary.split(text))
+    assert book.UNK in ids and ids[-1] == book.EOS
+    assert not {book.PAD, book.BOS, book.EOS} & set(ids[:-1])
+    packed = book.pack(translator, [(text, text)])
+    assert list(packed) == book.encode_all(translator, [(text, text)])
+    assert set(name) <= packed.unknown.keys()
+
+
 @pytest.mark.parametrize("size", [1, 4, 30, 100_000, 10**11])
 def test_a_size_that_does_not_fit_is_named(size):
     with pytest.raises(InputError, match="--pieces") as caught:

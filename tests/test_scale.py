@@ -391,7 +391,8 @@ def test_with_bpe_dropout_a_change_between_epochs_is_noticed(
     exchange(folder / "train.de", b"e", b"a")
     with pytest.raises(InputError, match="changed") as caught:
         pairs.anew(translator, cut)
-    assert str(folder) in str(caught.value)
+    named = f"{folder}: train.de changed while training on it; "
+    assert named in str(caught.value) and "--resume" in str(caught.value)
 
 
 def test_what_was_too_long_stays_out_in_every_epoch(pieces):
