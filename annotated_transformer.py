@@ -7590,7 +7590,7 @@ def cache_changes_nothing():
 # operations in the matrix products of whatever runs. We let a model with the
 # layers of the German-English one below write up to 60 words for a source of
 # 15, both ways. (Counts and not seconds, because a count is the same on every
-# machine; `benchmarks/decoding.py` measures seconds.)
+# machine; `benchmarks/decoding_cache.py` measures seconds.)
 
 
 # %%

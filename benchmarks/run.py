@@ -26,7 +26,14 @@ sys.path.insert(0, str(ROOT))
 
 import annotated_transformer as book  # noqa: E402
 
-PARTS = ("training", "decoding_peers", "export", "data", "gpu")
+PARTS = (
+    "training",
+    "decoding_peers",
+    "decoding_cache",
+    "export",
+    "data",
+    "gpu",
+)
 MODEL = ROOT / "results" / "model-en-de"  # post-norm, as its peers are
 
 
@@ -40,6 +47,8 @@ def options_of(part, args):
     if part == "decoding_peers":
         model = ["--model", str(args.model)] if corpus else []
         return [*quick, *rounds, *corpus, *model]
+    if part == "decoding_cache":
+        return quick
     if part == "gpu":
         return [*quick, *rounds]
     if part == "export":

@@ -13,6 +13,7 @@ from annotated_transformer import BOS, EOS, PAD, UNK
 
 sys.path.insert(0, str(book.Path(book.__file__).parent / "benchmarks"))
 
+import decoding_cache  # noqa: E402
 import decoding_peers  # noqa: E402
 import export  # noqa: E402
 import gpu  # noqa: E402
@@ -176,6 +177,16 @@ def test_the_quick_benchmark_times_every_program(tmp_path, capsys):
             assert named[name]["differ_from_ours"] == 0
             assert named[name]["tokens"] == 8 * 16
     assert capsys.readouterr().out.count("tokens/s") == len(rows)
+
+
+def test_the_quick_benchmark_of_the_cache_writes_the_same_both_ways(tmp_path):
+    """What it measures is the book's two decoders, and they agree there."""
+    out = tmp_path / "cache.json"
+    rows = decoding_cache.main(["--quick", "--json", str(out)])
+    assert [row["words"] for row in rows] == [3, 6]
+    assert all(row["plain"] > 0 and row["kept"] > 0 for row in rows)
+    written = json.loads(out.read_text("utf-8"))
+    assert written["rows"] == rows and "commit" in written["machine"]
 
 
 def test_the_quick_benchmark_of_training_runs_every_form(tmp_path, capsys):

@@ -1,4 +1,6 @@
-"""How much sooner do kept keys and values write? python benchmarks/decoding.py
+"""How much sooner do kept keys and values write?
+
+python benchmarks/decoding_cache.py, or make bench ARGS="--only decoding_cache"
 
 Two decoders write the same words for 32 sources, all of one length, for
 several lengths: `greedy_plain`, which runs the whole decoder for each word,
@@ -7,7 +9,6 @@ of three, taken in turn) and their ratio. Needs an otherwise idle machine.
 """
 
 import argparse
-import json
 import sys
 import time
 from pathlib import Path
@@ -16,6 +17,8 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+
+from machine import machine, write_figures  # noqa: E402
 
 import annotated_transformer as book  # noqa: E402
 
@@ -45,17 +48,19 @@ def seconds(decode, model, src, length):
     return taken, outputs
 
 
-def main():
+def main(argv=None):
     """Measure and print; --json writes the figures too."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--preset", default="tiny", choices=book.PRESETS)
     parser.add_argument("--vocab", type=int, default=5000)
     parser.add_argument("--json", metavar="FILE")
-    args = parser.parse_args()
+    parser.add_argument("--quick", action="store_true", help="no figures")
+    args = parser.parse_args(argv)
+    facts = machine(vars(args))
     model = endless(args.preset, args.vocab)
     src = torch.randint(4, args.vocab, (32, 12))
     rows = []
-    for length in (12, 25, 50, 100):
+    for length in (3, 6) if args.quick else (12, 25, 50, 100):
         times = {book.greedy_plain: [], book.greedy: []}
         for _ in range(3):
             results = []
@@ -70,17 +75,8 @@ def main():
             f"{length:4} words  anew {plain:7.3f} s  kept {kept:7.3f} s  "
             f"ratio {plain / kept:5.1f}"
         )
-    if args.json:
-        facts = {
-            "preset": args.preset,
-            "vocab": args.vocab,
-            "sources": len(src),
-            "threads": torch.get_num_threads(),
-            "torch": torch.__version__,
-            "rows": rows,
-        }
-        text = json.dumps(facts, indent=1) + "\n"
-        Path(args.json).write_text(text, encoding="utf-8")
+    write_figures(args.json, {"machine": facts, "rows": rows})
+    return rows
 
 
 if __name__ == "__main__":
