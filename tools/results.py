@@ -693,6 +693,8 @@ def multi30k_table():
         both = ", both" if recipe["both"] else ""
         both += ", R-Drop" if recipe["r_drop"] else ""
         both += ", mean" if recipe["mean"] else ""
+        width = runs[0]["config"]["d_model"]  # the other lines' is 128
+        both += f", width {width}" if width != 128 else ""
         small = "lowercase" in runs[0]  # no text of its own has capitals
         both += ", small letters" if small else ""
         cased, chrf = (
@@ -1090,6 +1092,7 @@ GAINS = [  # (what is changed, the result, that which it is compared with)
      ANEW, "multi30k-en-de-tiny-straight"),
     ("tenth line, seed 0, then more text",
      f"{ANEW[0]}-on", ANEW[0]),
+    ("tenth line, but a width of 256", f"{ANEW[0]}-wide", ANEW),
     ("ninth line once more, seed 0", "diversified-twice", WRITTEN[0]),
     ("the closest of the beam, seed 0", "diversified-closest", WRITTEN[0]),
     ("first line, then diversified text",
