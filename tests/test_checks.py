@@ -313,8 +313,8 @@ SLIPS = {
         "sentencepiece_is_our_algorithm",
     ),
     "pieces without an end": (
-        "[*map(self.processor.piece_to_id, pieces), EOS]",
-        "[*map(self.processor.piece_to_id, pieces)]",
+        "[*(i if i >= len(SPECIALS) else UNK for i in ids), EOS]",
+        "[*(i if i >= len(SPECIALS) else UNK for i in ids)]",
         "sentencepiece_is_our_algorithm",
     ),
     "what dropout keeps does not grow": (

@@ -180,7 +180,8 @@ def stage(name, steps, minutes, **more):
     return {
         "direction": "en-de", "command": f"train {name}", "commit": name,
         "device": "two cores", "seed": recipe["seed"], "steps": steps,
-        "minutes": minutes, "recipe": recipe, "config": {"src_vocab": 10_000},
+        "minutes": minutes, "recipe": recipe,
+        "config": {"src_vocab": 10_000, "d_model": 128},
         "val": scores, results.TEST: scores, **more,
     }  # fmt: skip
 
@@ -245,6 +246,8 @@ def test_seeds_of_one_recipe_share_a_line(tmp_path, monkeypatch):
     runs[3]["recipe"]["factor"] = 2.0  # another recipe
     runs[4]["device"] = "one core"  # and other minutes
     runs.append(stage("c5", 1000, 50) | {"direction": "en-fr"})
+    wide = {"src_vocab": 10_000, "d_model": 256}  # another model
+    runs.append(stage("c6", 1000, 60) | {"config": wide})
     for number, facts in enumerate(runs):
         path = tmp_path / f"multi30k-{number}.json"
         path.write_text(json.dumps(facts), "utf-8")
@@ -254,7 +257,7 @@ def test_seeds_of_one_recipe_share_a_line(tmp_path, monkeypatch):
     seeds = [(row[0], row[-3]) for row in cells]
     assert seeds == [
         ("en-de 1", "0\u20132"), ("en-de 2", "3"), ("en-de 3", "4"),
-        ("en-fr 1", "0"),
+        ("en-fr 1", "0"), ("en-de 4, width 256", "0"),
     ]  # fmt: skip
     three = cells[0]
     assert three[1] == "42.0\u00b12.6" and three[-1] == "10"
