@@ -291,6 +291,13 @@ def test_one_text_is_not_taken_for_its_letters(german, beam):
             book.bleu(*sides)
 
 
+def test_lists_of_words_may_come_one_by_one(german):
+    words = [german.split(text) for text in ("der Mann", "ein Hund")]
+    whole = german.translate_words(words)
+    assert len(whole) == 2
+    assert german.translate_words(one for one in words) == whole
+
+
 @pytest.mark.parametrize("beam", [0, -1])
 def test_a_beam_of_none_is_refused(german, beam):
     with pytest.raises(InputError, match="at least 1"):
