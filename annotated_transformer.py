@@ -7640,9 +7640,14 @@ def work_of_writing():
 
 
 # %% [markdown]
-# **What to notice.** One curve bends up, the other is a straight line near
-# the bottom. At 60 words the one needs 27 times as many operations as the
-# other, and the factor grows with the length.
+# **What to notice.** One curve bends up, the other is a straight line near the
+# bottom. At 60 words the one needs 27 times as many operations as the other,
+# and the factor grows with the length. In seconds the gain is smaller, for
+# small products take longer than their operations say: of texts that are
+# written 32 at a time, those of 12 words are done in half the time on two
+# cores of a newer EPYC, those of 50 words in a fifth, those of 100 in an
+# eighth (commit `8e15937`,
+# `results/benchmarks-decoding-cache-epyc-zen5.json`).
 
 # %% [markdown]
 # Decoded together or one at a time, a sentence comes out the same:
