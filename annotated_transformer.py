@@ -8083,9 +8083,9 @@ def two_libraries():
 
 # %% [markdown]
 # As a linear map that learns. A `torch.autograd.Function` has a way back of
-# its own: `forward` computes, and leaves in `ctx` what `backward` will need,
-# which gets the gradient at the result and returns one for each input. One
-# calls it by `apply`.
+# its own: `forward` computes, and leaves in `ctx` what `backward` will need;
+# `backward` gets the gradient at the result and returns one for each input.
+# One calls it by `apply`.
 
 
 # %%
