@@ -16938,8 +16938,8 @@ class Texts:
         self.expected = None  # digests, if they are not to change
 
     def __iter__(self):
-        if self.expected and self.digests() != self.expected:
-            now = self.digests()
+        now = self.digests() if self.expected else None
+        if now != self.expected:
             names = [name for name in now if now[name] != self.expected[name]]
             raise InputError(
                 f"{self.corpus}: {' and '.join(names)} changed while training "
