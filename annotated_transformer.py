@@ -36,12 +36,12 @@
 # attention*.
 #
 # **In an evening: from the paper to a translator.** Read from top to bottom,
-# up to and with *6.1 Averaging checkpoints*. Leave out the code of *Claims and
-# exercises*, *How the charts are drawn*, *Making it fast*, the grammar of the
-# generated corpus (from *Nouns and adjectives* on; go straight to *Words and
-# vocabularies*), and each section that begins with "You may pass over this".
-# *One example through everything* is one of them, for those who like to follow
-# numbers with a pencil. End with *Looking at attention*.
+# up to and including *6.1 Averaging checkpoints*. Leave out the code of
+# *Claims and exercises*, *How the charts are drawn*, *Making it fast*, the
+# grammar of the generated corpus (from *Nouns and adjectives* on; go straight
+# to *Words and vocabularies*), and each section that begins with "You may pass
+# over this". *One example through everything* is one of them, for those who
+# like to follow numbers with a pencil. End with *Looking at attention*.
 #
 # **All of it.** The rest is what the paper says of variations of the model and
 # of parsing (Sections 6.2 and 6.3), a gallery of bugs, and what you need to
@@ -75,10 +75,11 @@
 # | this whole notebook | five and a half minutes |
 # | real captions (Multi30k), from the command line | an hour or less |
 #
-# (On an AMD EPYC that multiplies in 16 bits. On one that has AVX2 alone, the
-# whole notebook took eleven minutes, commit `cfe3857`, on a newer one three
-# and a half: commit `8ec2fee`. Such a number names a version of this book's
-# files.)
+# (On an AMD EPYC that multiplies in 16 bits. On an older one, without
+# instructions for such products (it has AVX2, for eight numbers of 32 bits at
+# once), the whole notebook took eleven minutes, commit `cfe3857`, on a newer
+# one three and a half: commit `8ec2fee`. Such a number names a version of this
+# book's files.)
 #
 # **Symbols.** N, h, d_model, d_ff and d_k are the paper's; the other letters
 # are ours. A *token* is one piece of text, such as a word, a part of a word,
@@ -3002,10 +3003,10 @@ def sum_of_heads(heads, W_O): ...
 # so its **columns** are masked. Its rows need no mask: what a padded position
 # computes is never looked at and never enters the loss. The *future* does not
 # exist yet when the model writes: position t may look at 1 … t only. In
-# training, all positions of the target are computed at once. This mask,
-# together with a shift by one place (Section 5.1), keeps each of them from
-# seeing what it must predict. When the model writes for real the mask stays,
-# so that each position sees what it saw in training.
+# training, all positions of the target are computed at once. This mask, called
+# *causal*, together with a shift by one place (Section 5.1), keeps each of
+# them from seeing what it must predict. When the model writes for real the
+# mask stays, so that each position sees what it saw in training.
 
 
 # %%
@@ -5494,8 +5495,9 @@ def pick_device(name="auto"):
     try:
         torch.zeros(1, device=name).item()  # "meta" has no values
     except (RuntimeError, AssertionError, ImportError) as error:
+        why = str(error).partition("\n")[0]  # torch may list its kernels
         raise InputError(
-            f"no device {name!r} here ({error}); cpu always works"
+            f"no device {name!r} here ({why}); cpu always works"
         ) from None
     device = torch.device(name)  # all of the processor is one: no "cpu:1"
     return torch.device("cpu") if device.type == "cpu" else device
@@ -7505,7 +7507,10 @@ def close_ranks(stay):
 
 
 # %%
-NOT_A_NUMBER = "the model gives NaN: a weight is not a number"
+NOT_A_NUMBER = (
+    "the model gives NaN: a weight is not a number; restore its weights.pt, "
+    "or train again"
+)
 
 
 def likeliest(logits):
@@ -7595,7 +7600,7 @@ def cache_changes_nothing():
 
 # %%
 def decoding_flops(lengths, cached, S=15):
-    """Operations to write so many words for one source, measured."""
+    """Millions of operations to write so many words for one source, each."""
     from torch.utils.flop_counter import FlopCounterMode
 
     model = tiny_model(d_model=128, d_ff=256).eval()
@@ -7830,12 +7835,12 @@ def attention_of_all_places(Q, K, V): ...
 # %% [markdown]
 # ## Making it fast
 #
-# What stands above is the model as one would explain it. This chapter makes
-# it fast on the machine at hand, and checks that it computes the same, but for
+# What stands above is the model as one would explain it. This chapter makes it
+# fast on the machine at hand, and checks that it computes the same, but for
 # rounding, and for dropout, which draws other numbers and rounds its rate. The
 # weights stay where they are, so a model can be trained in one form and used
 # in the other. (Nothing later depends on how this is done: you may go on to *A
-# first example*.)
+# first example: copying*.)
 #
 # ### What the machine can do
 #
@@ -10958,11 +10963,12 @@ def bleu_equals_sacrebleu():
 # Scores of different test sets cannot be compared; nor can scores of one test
 # set, if words are cut or letters compared otherwise. The 28.4 itself is not
 # sacreBLEU's: the authors' script (`get_ende_bleu.sh` in their tensor2tensor)
-# takes Moses' words and, in output and reference alike, cuts words at their
-# hyphens, so that *Science-Fiction* counts as three. That gives up to a point
-# more: who reproduces the paper faithfully scores lower by sacreBLEU. Here is
-# the same output against the same reference, scored in five ways. (In a single
-# short sentence one hyphen weighs much.)
+# cuts words by the rules of Moses, an older toolkit of translation (more of
+# them under *Multi30k, measured*), and, in output and reference alike, at
+# their hyphens, so that *Science-Fiction* counts as three. That gives up to a
+# point more: who reproduces the paper faithfully scores lower by sacreBLEU.
+# Here is the same output against the same reference, scored in five ways. (In
+# a single short sentence one hyphen weighs much.)
 
 
 # %% tags=["question"]
@@ -11384,13 +11390,13 @@ def big_costs_a_quarter(language="French"):
 # have ended). The probability of a sentence is the product of the
 # probabilities of its words, so their logarithms are added.
 #
-# A continuation that ends with `</s>` is done, and leaves its place in the
-# beam empty (*fills a gap in the paper*; the authors' tensor2tensor fills it
-# with the next best, and goes on with four). So four sentences come out, of
-# different lengths. Which is best? Each further word multiplies the
-# probability by a number below 1, so the plain sum of logarithms prefers short
-# sentences. The paper divides by the **length penalty** of Wu et al. (2016),
-# with α = 0.6:
+# A continuation that ends with `</s>` is done: it is a *hypothesis*, and
+# leaves its place in the beam empty (*fills a gap in the paper*; the authors'
+# tensor2tensor fills it with the next best, and goes on with four). So four
+# sentences come out, of different lengths. Which is best? Each further word
+# multiplies the probability by a number below 1, so the plain sum of
+# logarithms prefers short sentences. The paper divides by the **length
+# penalty** of Wu et al. (2016), with α = 0.6:
 #
 # $$\mathrm{score}(Y) = \frac{\log P(Y \mid X)}{lp(Y)}, \qquad
 # lp(Y) = \left(\frac{5 + {|Y|}}{6}\right)^{\alpha}$$
@@ -11856,8 +11862,8 @@ def a_growing_beam():
 # it is a word longer: that is the length penalty). Beginnings that start with
 # another first word die out soon. This corpus leaves little to doubt; on real
 # text the beam is worth more: on the captions below it gains half a point to a
-# point and three quarters of BLEU over greedy decoding (on validation, with α
-# = 1.5: *Multi30k, measured*).
+# point and a half of BLEU over greedy decoding (on validation, with α = 1.5:
+# *Multi30k, measured*).
 
 # %% [markdown]
 # #### Exercises
@@ -16674,13 +16680,6 @@ class Lines:
             )
 
 
-def read_lines(path):
-    """The lines of a text file as a list; InputError if it is empty."""
-    lines = Lines(path)
-    lines.check()
-    return list(lines)
-
-
 # %% [markdown]
 # The two files of a part must be there, and must have as many lines:
 
@@ -17544,6 +17543,8 @@ def check_same_facts(saved, facts, folder):
             "src_vocab": "the size of the vocabulary (--pieces)",
             "tgt_vocab": "the size of the vocabulary (--pieces)",
             "languages": "the direction (--src, --tgt)",
+            "N": "the number of layers (--layers)",
+            "h": "the number of heads (--heads)",
         }
         raise InputError(
             f"{folder}: cannot resume, {option.get(name, name)} has "
@@ -17808,8 +17809,9 @@ def begin_or_resume(run, recipe, folder, options):
 
 
 # %% [markdown]
-# The gradient is that of the recipe, by the fast form of the model
-# (*Making it fast*), and the mean of all processes if there are several:
+# The gradient is that of the recipe, by the fast form of the model (*Making it
+# fast*), and the sum over all processes if there are several (*Several
+# processes*):
 
 
 # %%
@@ -18065,9 +18067,8 @@ def train_translator(run, train, val, recipe, folder, options, request=None):
             options["device"],
         )  # fmt: skip
     known = spread(train)
-    if run.step >= recipe.steps and from_first(partial(no_mean, folder, run)):
-        validate_average(run, known, val, folder, log, options)
-        run.save(folder)
+    if run.step >= recipe.steps:
+        validate_end(run, known, val, folder, log, options)
     losses, pace = [], []
     for update in progress(updates, recipe, run.step) if first() else updates:
         if run.moving and not options.get("record"):
@@ -18151,15 +18152,27 @@ def keep_snapshot(run, folder, number):
 
 
 # %% [markdown]
-# At the end, the mean of the last checkpoints is a candidate as well. (The end
-# may be here already, if a run is resumed with a smaller `--steps`.)
+# At the end, the mean of the last checkpoints is a candidate as well. The end
+# may be here already, if a run is resumed with a smaller `--steps`. Then its
+# last weights have their validation now, unless they had it before:
 
 
 # %% tags=["plumbing"]
-def no_mean(folder, run):
-    """Whether the log has no mean at this step: the run was cut short."""
-    means = [e for e in read_log(folder) if "average_val_bleu" in e]
-    return not any(entry["step"] == run.step for entry in means)
+def validate_end(run, known, val, folder, log, options):
+    """Validate what has not been: a run that was stopped is to end here."""
+
+    def values():  # what the log has of this update
+        entries = [e for e in read_log(folder) if e["step"] == run.step]
+        return {name for entry in entries for name in entry}
+
+    there = from_first(values)
+    if "val_bleu" not in there:
+        say = options["say"]
+        show(validate(run, known, val, folder, log, say), val, say)
+        keep_snapshot(run, folder, options["average"])
+    if "average_val_bleu" not in there:
+        validate_average(run, known, val, folder, log, options)
+        run.save(folder)
 
 
 def validate_average(run, known, val, folder, log, options):
@@ -18796,20 +18809,20 @@ def speaks_for_all(store):
 # steps are a sum, a run went on from another, and the minutes are of all.
 # Minutes are those of the updates alone, on an AMD EPYC without a GPU (the
 # last three German lines on a newer one; seed 1 of the third French line, and
-# the whole fourth French line, on an Intel Xeon; beside seeds 1 and 2, here
-# and in the ninth German line, beside small letters, in `de-en 2`, and beside
-# a part of the twelfth German and of the fourth French line, other programs
-# ran). *Cores* are those that a run had; where it is 1, the other was busy
-# with something else (and the English-French run of 5,000 pieces had to share
-# even that one at times). Where there are several seeds, the scores and the
-# minutes are means, and after ± stands the standard deviation. (*0, 2* is one
-# run: begun with seed 2, gone on with seed 0.) Pieces and steps are in
-# thousands (k). The file of each row, or seed, in `results/` has its command.
-# (While a model trains, validation takes the first 1,000 of the 1,014
-# sentences, greedily; scores with a beam are of all. So one model may have a
-# loss of 1.083 in one place and of 1.085 in another.) An earlier
-# English-French run (commit `8431fbd`: dropout 0.15, 12,000 updates, products
-# in 32 bits) got 58.7.
+# the whole fourth French line, on an Intel Xeon; beside seeds 1 and 2 of the
+# third French and of the ninth German line, beside small letters, in `de-en
+# 2`, and beside a part of the twelfth German and of the fourth French line,
+# other programs ran). *Cores* are those that a run had; where it is 1, the
+# other was busy with something else (and the English-French run of 5,000
+# pieces had to share even that one at times). Where there are several seeds,
+# the scores and the minutes are means, and after ± stands the standard
+# deviation. (*0, 2* is one run: begun with seed 2, gone on with seed 0.)
+# Pieces and steps are in thousands (k). The file of each row, or seed, in
+# `results/` has its command. (While a model trains, validation takes the first
+# 1,000 of the 1,014 sentences, greedily; scores with a beam are of all. So one
+# model may have a loss of 1.083 in one place and of 1.085 in another.) An
+# earlier English-French run (commit `8431fbd`: dropout 0.15, 12,000 updates,
+# products in 32 bits) got 58.7 on the test set.
 #
 # <!-- multi30k: tools/results.py -->
 #
@@ -19004,13 +19017,16 @@ def speaks_for_all(store):
 # What is gained by *Levers beyond the paper*, by longer training, and by the
 # other recipe? Here are the runs at full length and what stands on them, each
 # less what it is compared with: gains in BLEU with a beam of four, and in
-# chrF. A *line* is one of the table under *Multi30k, measured*; where seeds
-# share it, their mean. A dash means: not measured on the test set. *15,000
-# more* goes on from the run with 10,000 pieces, *10,000 updates more* from the
-# first line; *diversified* begins anew, and is compared with the first line;
-# *read back* is compared with the same published model (*-more*: the one that
-# went on with diversified text) and a plain beam of four. R-Drop, which gained
-# nothing (below), is not in the table.
+# chrF. (They are differences of unrounded scores, so a last digit may be one
+# more or less than that of the printed ones.) A *line* is one of the table
+# under *Multi30k, measured*; where seeds share it, their mean, but where seed
+# 2 alone went on (the first German-English line and the third French one, then
+# diversified text), that seed. A dash means: not measured on the test set.
+# *15,000 more* goes on from the run with 10,000 pieces, *10,000 updates more*
+# from the first line; *diversified* begins anew, and is compared with the
+# first line; *read back*, like *voting*, is compared with the same published
+# model (*-more*: the one that went on with diversified text) and a plain beam
+# of four. R-Drop, which gained nothing (below), is not in the table.
 #
 # <!-- gains: tools/results.py -->
 #
@@ -19268,12 +19284,13 @@ def speaks_for_all(store):
 #
 # (Four and 76 minutes; seed 0, commit `1f3baec`, where `results/model-en-de`
 # was the model of the sixth line.) Greedily BLEU on validation is 41.8 after
-# 500 updates, stands there while the rate is high, and ends at 42.4. With the
-# beam it is 43.1, after 42.4 (p = 0.03), and on the test set **41.2**, after
-# 40.4 (p = 0.05). In chrF, too, it gains on both. So this lever pays, on both
-# sets. Two more runs (`--seed 1` and `--seed 2`, 88 and 81 minutes, for other
-# programs ran beside them) from the same weights and text have 42.7 and 42.8
-# on validation (p = 0.15 and 0.09) and both 41.0 on the test set (p = 0.09 and
+# 500 updates, stands there while the rate is high, and ends at 42.0; the mean
+# of the last five checkpoints, which was kept, has 42.4. With the beam it is
+# 43.1, after 42.4 (p = 0.03), and on the test set **41.2**, after 40.4 (p =
+# 0.05). In chrF, too, it gains on both. So this lever pays, on both sets. Two
+# more runs (`--seed 1` and `--seed 2`, 88 and 81 minutes, for other programs
+# ran beside them) from the same weights and text have 42.7 and 42.8 on
+# validation (p = 0.15 and 0.09) and both 41.0 on the test set (p = 0.09 and
 # 0.08). All three seeds gain on both sets, then, 0.3 and more. (Their
 # beginning is one, so this says nothing of other first weights.) The mean of
 # the first two's weights has 42.8 on validation, less than the first alone.
@@ -19529,7 +19546,7 @@ def speaks_for_all(store):
 #
 # One vote each (τ = 0) costs 1 to 3 points: the end of a list should not have
 # as much to say as its head. Votes that count what the model believes (τ = 1)
-# bring 0 to 0.5 more than a plain beam of the same width, eight or sixteen,
+# bring 0 to 0.4 more than a plain beam of the same width, eight or sixteen,
 # and most from German to English. By the sum of BLEU over the three pairs a
 # beam of eight with τ = 1 was chosen, and measured on the test set beside the
 # plain beam of four. So were seeds 1 and 2 of the ninth English-German line,
@@ -19721,13 +19738,13 @@ def two_verdicts():
 
 
 # %% [markdown]
-# **What to notice.** The train of the first sentence did not stand before: the
-# German can't be guessed from hypotheses that lack it, and the second column
-# says so. In the second sentence the reader would rather have the book that is
-# read *out of*; but with λ = ¼ the beam's own verdict weighs more. And the
-# reader doesn't know what makes sense. In the third sentence the model of the
-# beam doesn't know what to do with the daughter. Where she is named, the
-# source is the easier to guess; so the old man repairs her.
+# **What to notice.** In the first sentence the beam's own favourite lacks the
+# train: the German can't be guessed from it, and the second column says so. In
+# the second sentence the reader would rather have the book that is read *out
+# of*; but with λ = ¼ the beam's own verdict weighs more. And the reader
+# doesn't know what makes sense. In the third sentence the model of the beam
+# doesn't know what to do with the daughter. Where she is named, the source is
+# the easier to guess; so the old man repairs her.
 
 # %% [markdown]
 # And *voting* (in the same chapter), where the German-English model is alone.
@@ -20519,9 +20536,11 @@ def announce(device, expected=""):
     """Say which device is used."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
-    else:
+    elif device.type == "cpu":
         threads = torch.get_num_threads()
         name = f"{threads} thread{'s' * (threads > 1)}"
+    else:
+        name = "a GPU"
     number = place()[1]
     each = f", each of {number} processes" if number > 1 else ""
     say(f"device: {device} ({name}){each}{expected}")
@@ -20837,7 +20856,12 @@ def sizes_given(args):
     """What --layers, --d-model, --d-ff and --heads say, as Config has it."""
     names = dict(N="layers", d_model="d_model", d_ff="d_ff", h="heads")
     given = {name: getattr(args, option) for name, option in names.items()}
-    return {name: n for name, n in given.items() if n is not None}
+    given = {name: n for name, n in given.items() if n is not None}
+    for name, n in given.items():
+        if n < 1:
+            option = names[name].replace("_", "-")
+            raise InputError(f"--{option} must be at least 1")
+    return given
 
 
 def settings_of(args):
@@ -21250,12 +21274,15 @@ def run_evaluate(args):
                              "first")  # fmt: skip
         if Path(name).is_dir():
             raise InputError(f"{name!r} is a folder; name a file in it")
+        if Path(name).exists() and not Path(name).is_file():
+            raise InputError(f"{name!r} is no plain file; name one")
         check_place(Path(name).parent)
     if args.json and args.outputs:
         if Path(args.json).resolve() == Path(args.outputs).resolve():
             raise InputError("--json and --outputs name one file; name two")
     device = pick_device(args.device)
     translator = load_direction(args, device)
+    digest = sha256(Path(args.model) / "weights.pt")  # training may go on
     choice = way_to_choose(args, translator, device)
     announce(device)
     languages = translator.src, translator.tgt
@@ -21276,7 +21303,7 @@ def run_evaluate(args):
         write_lines(Path(args.outputs), outputs)
     if args.json:
         where = {"model": args.model, "corpus": args.corpus}
-        where["weights"] = sha256(Path(args.model) / "weights.pt")
+        where["weights"] = digest
         where["split"] = args.split
         where["direction"] = "-".join(languages)
         where |= {"back": args.back} if args.back else {}
@@ -21386,8 +21413,8 @@ def run_diversify(args):
                 f"{name} translates {model.src} to {model.tgt}, and the "
                 f"corpus is of {args.src} and {args.tgt}"
             )
+    weights = digests_of([Path(name) for name in args.model])
     texts, val = training_pairs(args.corpus, *languages)
-    weights = digests_of(map(Path, args.model))
     ways = [f"{model.src} to {model.tgt}" for model in models]
     several = {"ways": ways} if len(ways) > len(weights) else {}
     guided = {"closest": True} if args.closest else {}
@@ -21776,11 +21803,23 @@ def out_of_memory(error):
     return found or isinstance(error, torch.OutOfMemoryError)
 
 
+def flush_output():
+    """Write what `print` has kept; what can't be written is given up."""
+    try:
+        if sys.stdout:
+            sys.stdout.flush()
+    except OSError:  # or Python would try again at its end, and complain
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise
+
+
 def main(argv):
     """Run a command line; returns the exit status."""
     for stream_ in (sys.stdout, sys.stderr):
         if hasattr(stream_, "reconfigure"):
             stream_.reconfigure(encoding="utf-8")
+    if hasattr(sys.stderr, "reconfigure"):  # a file's name may be no UTF-8
+        sys.stderr.reconfigure(errors="backslashreplace")
     store, patience = None, 0
     more = {
         "train": "; training goes on from its last checkpoint by --resume (if "
@@ -21790,7 +21829,10 @@ def main(argv):
     }.get(argv[0] if argv else "", "")
     try:
         store = join_processes()
-        run_command(argv)
+        try:
+            run_command(argv)
+        finally:
+            flush_output()
         if store:
             dist.barrier()  # nobody leaves while another still talks to it
             dist.destroy_process_group()
@@ -21798,7 +21840,6 @@ def main(argv):
     except InputError as error:
         status, words = 2, f"error: {error}"
     except BrokenPipeError:  # the reader has stopped, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:  # a full disk, a folder that is not there
         status, words = 2, f"error: {error}"
@@ -21936,7 +21977,7 @@ def main(argv):
 #   attention*).
 # * **hypothesis**: a finished translation that competes with others (*6.1 Beam
 #   search*).
-# * **inference**: the use of a trained model (*Greedy decoding*).
+# * **inference**: the use of a trained model (*Post-norm and pre-norm*).
 # * **key**: the vector by which a position is found (*3.2 Attention*).
 # * **KV cache**: keys and values kept from word to word (*A cache of keys and
 #   values*).
@@ -22023,8 +22064,8 @@ def main(argv):
 # | dropout | exactly p | p to the nearest 1/256 |
 # | on attention weights | named in 6.3, no rate | 0; an option |
 # | length penalty | not said what it counts | `</s>` counts |
-# | beam | 4 | 4; narrower as sentences end |
 # | its power α | 0.6 | 0.6; 1.5 in *Multi30k, measured*, by validation |
+# | beam | 4 | 4; narrower as sentences end |
 # | greatest length | source + 50 | the same; the source's `</s>` counts |
 # | masked scores | −∞ | the lowest finite number |
 # | batch | 25,000 tokens a side | 24,576 places; fewer for small models |
@@ -22041,7 +22082,8 @@ def main(argv):
 #
 # * The paper once more. It is short, and now you know it in code.
 # * Xiao et al. (2024), *Efficient Streaming Language Models with Attention
-#   Sinks*
+#   Sinks*: why much attention goes to places that say little, as it does in
+#   *The published model, and its attention*.
 # * Xiong et al. (2020), *On Layer Normalization in the Transformer
 #   Architecture*: why pre-norm needs no warm-up.
 # * Devlin et al. (2018), *BERT*, is the encoder alone; Radford et al.
@@ -22052,7 +22094,7 @@ def main(argv):
 # * Rush (2018), *The Annotated Transformer*: the first to set this paper
 #   beside running code, in a notebook. Our file bears its name.
 #
-# ### Works named in this book
+# ### Other works named in this book
 #
 # * Abnar and Zuidema (2020), *Quantifying Attention Flow in Transformers*
 # * Ainslie et al. (2023), *GQA: Training Generalized Multi-Query Transformer

@@ -392,8 +392,8 @@ def test_one_size_leaves_the_others(corpus, tmp_path):
     [
         (["--heads", 3], "d_model=64 is not divisible by h=3"),
         (["--d-model", 63, "--heads", 1], "d_model=63 must be even"),
-        (["--layers", 0], "N must be at least 1"),
-        (["--d-ff", -1], "d_ff must be at least 1"),
+        (["--layers", 0], "--layers must be at least 1"),
+        (["--d-ff", -1], "--d-ff must be at least 1"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused_first(
@@ -739,6 +739,40 @@ def test_a_reader_that_stops_reading_is_no_crash(small):
     assert process.returncode == 1 and b"error" not in errors
 
 
+@pytest.mark.parametrize("command", [["--help"], ["translate", "ja"]])
+@pytest.mark.parametrize("place, status", [("/dev/full", 2), ("pipe", 1)])
+def test_what_print_kept_is_written_or_the_failure_told(
+    small, command, place, status
+):
+    """Python itself would write it after the end, with a status of its own."""
+    if command[0] == "translate":
+        command = [*command, "--model", str(small), "--device", "cpu"]
+    environment = {**ONE_THREAD}
+    environment.pop("PYTHONUNBUFFERED", None)
+    if place == "pipe":
+        reader, output = os.pipe()
+        os.close(reader)
+    else:
+        output = os.open(place, os.O_WRONLY)
+    try:
+        ended = subprocess.run(
+            [sys.executable, str(SCRIPT), *command],
+            stdout=output, stderr=subprocess.PIPE, env=environment,
+        )  # fmt: skip
+    finally:
+        os.close(output)
+    errors = ended.stderr.decode()
+    assert "Traceback" not in errors and "Exception" not in errors
+    assert ended.returncode == status
+    assert ("No space left" in errors) is (status == 2)
+
+
+def test_a_name_that_is_no_utf_8_is_told():
+    ended = fresh("translate", "--model", os.fsdecode(b"mod\xe8le"), "ja")
+    assert ended.returncode == 2 and b"Traceback" not in ended.stderr
+    assert rb"mod\udce8le" in ended.stderr
+
+
 # ----------------------------------------------------------------- evaluating
 
 
@@ -854,6 +888,31 @@ def test_what_cannot_be_written_is_refused_before_the_work(
     for folder in (tmp_path, ".", ""):
         message = refused(capsys, "evaluate", *arguments, "--json", folder)
         assert f"'{folder}' is a folder" in message
+    os.mkfifo(tmp_path / "pipe")  # as /dev/stdout is, which root may replace
+    for option in ("--json", "--outputs"):
+        message = refused(
+            capsys, "evaluate", *arguments, option, tmp_path / "pipe"
+        )
+        assert "is no plain file" in message
+    assert (tmp_path / "pipe").is_fifo()
+
+
+def test_the_digest_is_of_the_weights_that_were_measured(
+    capsys, monkeypatch, own, corpus, tmp_path
+):
+    """Though a training writes better ones meanwhile."""
+    digest, measure = book.sha256(own / "weights.pt"), book.measure
+
+    def slowly(*arguments, **options):
+        (own / "weights.pt").write_bytes(b"better")
+        return measure(*arguments, **options)
+
+    monkeypatch.setattr(book, "measure", slowly)
+    path = tmp_path / "figures.json"
+    arguments = ["--model", own, "--corpus", corpus, "--device", "cpu"]
+    status, _, _ = run(capsys, "evaluate", *arguments, "--json", path)
+    assert status == 0
+    assert json.loads(path.read_text("utf-8"))["weights"] == digest
 
 
 def test_a_language_is_not_translated_into_itself(capsys, corpus, tmp_path):
@@ -1506,6 +1565,8 @@ def test_a_corpus_of_long_lines_only_is_refused(capsys, tmp_path):
         (["--seed", 1], "seed"),
         (["--preset", "base"], "preset"),
         (["--src", "en", "--tgt", "de"], "direction (--src, --tgt)"),
+        (["--layers", 1], "layers (--layers)"),
+        (["--heads", 2], "heads (--heads)"),
     ],
 )
 def test_a_run_is_not_resumed_as_another(capsys, own, corpus, change, named):

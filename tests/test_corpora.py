@@ -67,9 +67,16 @@ def test_a_language_without_rules_gets_general_ones_and_a_note(capsys):
     assert shown.out == ""
 
 
+def read_lines(path):
+    """The lines of a file that must not be empty."""
+    lines = book.Lines(path)
+    lines.check()
+    return list(lines)
+
+
 @pytest.mark.parametrize("language", ["de", "en"])
 def test_real_captions_survive_tokenizing(data, language):
-    lines = book.read_lines(data / "multi30k" / f"val.{language}.gz")
+    lines = read_lines(data / "multi30k" / f"val.{language}.gz")
     same = sum(
         book.detokenize(book.tokenize(line, language)) == line
         for line in lines
@@ -177,36 +184,36 @@ def test_plain_and_compressed_files_read_alike(tmp_path):
     content = "Ärger über Öl\n\nletzte Zeile ohne Ende".encode()
     (tmp_path / "plain.de").write_bytes(content)
     (tmp_path / "packed.de.gz").write_bytes(gzip.compress(content))
-    plain = book.read_lines(tmp_path / "plain.de")
+    plain = read_lines(tmp_path / "plain.de")
     assert plain == ["Ärger über Öl", "", "letzte Zeile ohne Ende"]
-    assert book.read_lines(tmp_path / "packed.de.gz") == plain
+    assert read_lines(tmp_path / "packed.de.gz") == plain
 
 
 def test_files_from_windows_are_read_alike(tmp_path):
     path = tmp_path / "windows.de"
     path.write_bytes(b"\xef\xbb\xbf" + "Tür\r\nTor\r\n".encode())
-    assert book.read_lines(path) == ["Tür", "Tor"]
+    assert read_lines(path) == ["Tür", "Tor"]
 
 
 @pytest.mark.parametrize("odd", ["\u2028", "\x0b", "\x0c", "\x85", "\x1c"])
 def test_only_line_ends_end_a_line(tmp_path, odd):
     path = tmp_path / "odd.de"
     path.write_bytes(f"eins{odd}zwei\ndrei\n".encode())
-    assert len(book.read_lines(path)) == 2
+    assert len(read_lines(path)) == 2
 
 
 @pytest.mark.parametrize("content", [b"", b"\n\n", b"  \n", b"\xef\xbb\xbf"])
 def test_an_empty_file_is_named(tmp_path, content):
     path = tmp_path / "train.de"
     path.write_bytes(content)
-    message = refused(book.read_lines, path)
+    message = refused(read_lines, path)
     assert str(path) in message and "empty" in message
 
 
 def test_other_encodings_are_named_with_their_line(tmp_path):
     path = tmp_path / "train.de"
     path.write_bytes(b"eins\nzwei\n" + "Tür\n".encode("latin-1"))
-    message = refused(book.read_lines, path)
+    message = refused(read_lines, path)
     assert f"{path}, line 3" in message
     assert "UTF-8" in message and "iconv -f" in message
     assert "latin1" not in message  # which fits any file, and tells nothing
@@ -220,18 +227,18 @@ def test_a_file_in_utf_16_is_not_taken_for_text_with_zeros(
     """Of its bytes half are zero, or few; zero is a letter of UTF-8 too."""
     path = tmp_path / "train.de"
     path.write_bytes(text.encode(encoding))
-    message = refused(book.read_lines, path)
+    message = refused(read_lines, path)
     assert f"{path}, line 1" in message and "iconv -f utf-16" in message
 
 
 def test_a_stray_zero_byte_is_not_taken_for_another_encoding(tmp_path):
     path = tmp_path / "train.de"
     path.write_bytes(b"eins\nzw\0ei\n")
-    message = refused(book.read_lines, path)
+    message = refused(read_lines, path)
     assert f"{path}, line 2" in message
     assert "iconv" not in message and "tr -d" in message
     path.write_bytes(b"ein\0 gutes Wort\nzwei\n")  # told apart by no mark
-    message = refused(book.read_lines, path)
+    message = refused(read_lines, path)
     assert f"{path}, line 1: a zero byte" in message
     assert "tr -d" in message and "iconv -f utf-16" in message
 
@@ -239,7 +246,7 @@ def test_a_stray_zero_byte_is_not_taken_for_another_encoding(tmp_path):
 def test_other_encodings_are_found_in_compressed_files_too(tmp_path):
     path = tmp_path / "train.de.gz"
     path.write_bytes(gzip.compress("eins\nTür\n".encode("latin-1")))
-    assert f"{path}, line 2" in refused(book.read_lines, path)
+    assert f"{path}, line 2" in refused(read_lines, path)
 
 
 @pytest.mark.parametrize("kept", [0.5, 0.99])
@@ -247,14 +254,14 @@ def test_a_truncated_compressed_file_is_named(tmp_path, kept):
     path = tmp_path / "train.de.gz"
     whole = gzip.compress("\n".join(map(str, range(5000))).encode())
     path.write_bytes(whole[: int(kept * len(whole))])
-    assert str(path) in refused(book.read_lines, path)
+    assert str(path) in refused(read_lines, path)
 
 
 @pytest.mark.parametrize("content", [b"plain text\n", b"\x1f\x8b\x08junkjunk"])
 def test_a_file_that_is_only_called_gz_is_named(tmp_path, content):
     path = tmp_path / "train.de.gz"
     path.write_bytes(content)
-    assert str(path) in refused(book.read_lines, path)
+    assert str(path) in refused(read_lines, path)
 
 
 def test_damage_inside_a_compressed_file_is_named(tmp_path):
@@ -263,7 +270,7 @@ def test_damage_inside_a_compressed_file_is_named(tmp_path):
     for i in range(12, 30):
         content[i] ^= 0x5A
     path.write_bytes(content)
-    assert str(path) in refused(book.read_lines, path)
+    assert str(path) in refused(read_lines, path)
 
 
 def test_a_file_that_may_not_be_read_is_not_called_damaged(
@@ -276,7 +283,7 @@ def test_a_file_that_may_not_be_read_is_not_called_damaged(
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(book, "open", refuse, raising=False)
-    message = refused(book.read_lines, path)
+    message = refused(read_lines, path)
     assert str(path) in message and "may not read" in message
 
 
@@ -661,7 +668,7 @@ def test_a_file_is_downloaded_whole_and_alone(host, tmp_path):
     assert path == folder / NAME
     assert path.read_bytes() == CONTENT
     assert list(folder.iterdir()) == [path]
-    assert book.read_lines(path) == ["eins", "zwei"]
+    assert read_lines(path) == ["eins", "zwei"]
 
 
 BAD = ["missing", "wrong", "broken"]

@@ -19,6 +19,7 @@ import torch
 from helpers import (
     ONE_THREAD,
     SCRIPT,
+    assert_same_run,
     checkpoint,
     contents,
     fresh,
@@ -175,6 +176,40 @@ def test_a_run_that_is_asked_to_stop_saves_first(
     assert handlers == [signal.getsignal(n) for n in both]
     resume(few, out, 12, *LEVERS)
     assert same_run(out, whole)
+
+
+def test_a_run_may_end_where_it_was_stopped(
+    capsys, few, tmp_path, monkeypatch
+):
+    """Before its first validation: then it has one, and a model."""
+    out, plain, how = tmp_path / "asked", tmp_path / "plain", ["--ema", 0.9]
+    with monkeypatch.context() as patch:
+        signalled(patch, 2, signal.SIGTERM)
+        status, _, _ = run(capsys, *training_command(few, out, 12, *how))
+    assert status == 128 + signal.SIGTERM
+    assert not (out / "weights.pt").exists()
+    for _ in range(2):  # the second time there is nothing to be done
+        resume(few, out, 3, *how)
+        [entry] = [e for e in book.read_log(out) if "val_bleu" in e]
+        assert entry["step"] == 3
+    trained(few, plain, 3, *how)
+    assert_same_run(out, plain)
+
+
+def test_the_last_weights_of_a_run_cut_short_are_validated(
+    capsys, few, tmp_path, monkeypatch
+):
+    """And are in the mean, though no checkpoint was due."""
+    out, how = tmp_path / "asked", ["--save-every", 2, "--average", 2]
+    with monkeypatch.context() as patch:
+        signalled(patch, 4, signal.SIGTERM)
+        run(capsys, *training_command(few, out, 12, *how))
+    resume(few, out, 5, *how)
+    log = book.read_log(out)
+    assert [e["step"] for e in log if "val_bleu" in e] == [2, 4, 5]
+    assert [e["step"] for e in log if "average_val_bleu" in e] == [5]
+    names = [path.name for path in book.snapshots(out)]
+    assert names == ["weights-000004.pt", "weights-000005.pt"]
 
 
 def test_asked_at_a_checkpoint_it_is_whole(

@@ -529,6 +529,17 @@ def test_a_device_that_is_not_there_is_refused():
         book.pick_device("abacus")
 
 
+def test_of_the_list_of_kernels_that_torch_gives_one_line_is_told(
+    monkeypatch,
+):
+    def fail(*_, **__):
+        raise RuntimeError("no such kernel\nCPU: one\nMeta: two")
+
+    monkeypatch.setattr(torch, "zeros", fail)
+    with pytest.raises(InputError, match=r"'mps' here \(no such kernel\);"):
+        book.pick_device("mps")
+
+
 def test_no_gpu_no_load():
     text = book.gpu_load()
     assert isinstance(text, str)
