@@ -224,7 +224,9 @@ def the_forms(args):
 
     runs = {form: of(form) for form in forms}
     with tempfile.TemporaryDirectory() as folder:
-        if args.processes:
+        if args.processes and not args.corpus:
+            print("two processes: left out, they need --corpus")
+        elif args.processes:
             counts = [b.count() for b in next_batches(pairs, places, 100)]
             tokens = statistics.mean(counts)
             runs["two processes"] = lambda: two_processes(
@@ -256,12 +258,10 @@ def two_processes(args, folder, tokens, half):
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone",
         "--nproc-per-node", "2", str(ROOT / "annotated_transformer.py"),
-        "train", "--corpus", args.corpus or "toy",
-        "--src", "en" if args.corpus else "de",
-        "--tgt", "de" if args.corpus else "en",
+        "train", "--corpus", args.corpus, "--src", "en", "--tgt", "de",
         "--preset", "tiny", "--half" if half else "--no-half",
-        "--steps", "60", "--save-every",
-        "100000", "--pieces", "10000" if args.corpus else "0",
+        "--steps", "60", "--save-every", "100000",
+        "--pieces", "100" if args.quick else "10000",
         "--batch-tokens", "500" if args.quick else "4096",
         "--cache", f"{folder}/cache", "--out", f"{folder}/run",
     ]  # fmt: skip
@@ -318,15 +318,19 @@ def the_limit(args):
         ),
     }  # fmt: skip
     shares, rates = {name: [] for name in runs}, []
+    side = 256 if args.quick else 2048
     for turn in range(args.rounds + 1):
-        rate = machines_rate(256) if args.quick else machines_rate()
+        limits, speeds = [machines_rate(side)], {}
         for name, (work, run) in runs.items():
             began = time.perf_counter()
             run()
-            taken = time.perf_counter() - began
-            if turn:
-                shares[name].append(work / taken / rate)
-        rates += [rate] if turn else []
+            speeds[name] = work / (time.perf_counter() - began)
+            limits.append(machines_rate(side))
+        rate = max(limits)  # a slow moment must not lower it
+        if turn:
+            for name, speed in speeds.items():
+                shares[name].append(speed / rate)
+            rates.append(rate)
     rows = []
     for name, found in shares.items():
         row = {

@@ -19,11 +19,11 @@ SCRIPT = Path(book.__file__)
 ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
 
 
-def needed(name):
-    """Import a package of tests/peers.txt; skip without it, but not in CI."""
+def needed(name, where="tests/peers.txt"):
+    """Import a package of `where`; skip without it, but not in CI."""
     if os.environ.get("CI"):
         return importlib.import_module(name)
-    return pytest.importorskip(name, reason="needs tests/peers.txt")
+    return pytest.importorskip(name, reason=f"needs {where}")
 
 
 def fresh(*arguments, text=None, **options):

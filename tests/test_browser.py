@@ -13,16 +13,12 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from helpers import needed
 
 from tools import page as maker
 
-sync_api = pytest.importorskip(
-    "playwright.sync_api", reason="a browser: needs `pip install playwright`"
-)
-axe = pytest.importorskip(
-    "axe_playwright_python",
-    reason="a browser: needs `pip install axe-playwright-python`",
-)
+sync_api = needed("playwright.sync_api", "tests/browser.txt")
+axe = needed("axe_playwright_python", "tests/browser.txt")
 
 pytestmark = pytest.mark.slow
 

@@ -734,17 +734,24 @@ def test_checks_hold_from_any_seed(seed):
         book.run_seeded(book.CHECKS[name], seed)
 
 
+# With these no shape fits, so it is torch that refuses: that proves little.
+CRASHES = {
+    "key and value exchanged", "no final norm for pre-norm",
+    "the target's mask in cross-attention", "a slice of the loss lost",
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("slip", SLIPS)
 def test_check_refuses(slip):
     right, wrong, name = SLIPS[slip]
     assert right in SOURCE, "the source has changed: bring the slip up to date"
     broken = load(SOURCE.replace(right, wrong, 1), "broken_book")
-    with pytest.raises((AssertionError, RuntimeError)):
+    with pytest.raises(RuntimeError if slip in CRASHES else AssertionError):
         broken.run_seeded(broken.CHECKS[name])
 
 
 def test_every_check_has_a_slip_that_it_refuses():
-    refused = {name for _, _, name in SLIPS.values()}
+    refused = {SLIPS[slip][2] for slip in SLIPS.keys() - CRASHES}
     by_nature = {
         # These compare two formulas of which neither is ours to break,
         # or need a trained model (see test_attention.py).

@@ -93,6 +93,27 @@ def test_cached_logits_are_those_of_the_whole_decoder(
                 )
 
 
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_text_may_outgrow_the_table_of_positions(number):
+    """Word by word, where no long source has made the table longer."""
+
+    def fresh():
+        model = lively_model(0)
+        model.position = book.PositionalEncoding(model.config).eval()
+        return model
+
+    model = fresh()
+    start = len(model.position.table)
+    src, tgt = torch.randint(4, 14, (1, 5)), torch.randint(4, 14, (1, 300))
+    assert start < 300
+    with torch.no_grad():
+        cache = caches(model)[number](src)
+        last = [cache.read(tgt[:, t]) for t in range(300)]
+        whole = fresh()(src, tgt)
+    for t in (start - 1, start, 299):
+        torch.testing.assert_close(last[t], whole[:, t], rtol=1e-4, atol=1e-4)
+
+
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 99), h=HEADS, data=st.data())
 def test_texts_may_leave_the_cache_and_change_their_places(seed, h, data):

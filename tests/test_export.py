@@ -269,6 +269,27 @@ def test_logits_are_in_8_bits_and_the_rows_looked_up_are_not():
         assert (model.src_embedding is model.tgt_embedding) == shared
 
 
+@pytest.mark.parametrize("kind", ["pieces, pre-norm", "words, post-norm"])
+def test_a_writer_in_8_bits_has_the_plain_forms_logits(kind):
+    """Which are close to those in 32 bits, and no more than close."""
+    model = KINDS[kind]().model
+    src = torch.randint(4, model.config.src_vocab, (3, 7))
+    tgt = torch.randint(4, model.config.tgt_vocab, (6, 5))
+    with torch.no_grad():
+        exact = model(src.repeat_interleave(2, 0), tgt)
+        book.use_int8(model)
+        caches = [
+            begin(src, 2)
+            for begin in (
+                partial(book.Cache.begin, model), book.Writer(model).begin
+            )
+        ]  # fmt: skip
+        for t in range(5):
+            plain, fast = (cache.read(tgt[:, t]) for cache in caches)
+            assert (fast - plain).norm() < 0.01 * plain.norm()
+            assert 0 < (fast - exact[:, t]).norm() < 0.1 * plain.norm()
+
+
 def test_in_8_bits_too_a_batch_is_decoded_like_each_sentence_alone():
     torch.manual_seed(0)
     model = book.restless_model()

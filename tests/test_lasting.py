@@ -128,11 +128,14 @@ def test_a_killed_run_can_be_resumed(few, whole, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_run_killed_many_times_ends_the_same(few, whole, tmp_path, seed):
+    began = time.perf_counter()
+    trained(few, tmp_path / "timed", 12, *LEVERS)
+    half = (time.perf_counter() - began) / 2
     out, draw, kills = tmp_path / "killed", random.Random(seed), 0
     while kills < 4:
         process = start(few, out, 12, *LEVERS)
         name = draw.choice(["log.jsonl", "checkpoint.pt"])
-        if not kill_after(process, out / name, draw.random()):
+        if not kill_after(process, out / name, half * draw.random()):
             break  # it was done before
         kills += 1
         for path in out.glob("*.pt"):  # what is there is whole

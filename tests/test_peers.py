@@ -217,6 +217,20 @@ def test_the_quick_benchmark_of_training_runs_every_form(tmp_path, capsys):
     assert sum("memory kept by both" in line for line in lines) == 2
 
 
+@pytest.mark.slow
+def test_two_processes_are_timed_on_the_corpus_of_the_other_forms(
+    corpus, capsys
+):
+    """And left out without one: tokens of two texts make no ratio."""
+    quick = ["--quick", "--only", "forms", "--processes", "--rounds", "1"]
+    [*_, row] = training.main([*quick, "--corpus", str(corpus)])
+    assert row["form"] == "two processes"
+    assert row["tokens_per_second"][0] > 0
+    forms = [row["form"] for row in training.main(quick)]
+    assert forms and "two processes" not in forms
+    assert "two processes: left out" in capsys.readouterr().out
+
+
 KINDS = {"products by oneDNN", "16-bit products"}
 
 

@@ -100,6 +100,8 @@ def test_only_the_models_named_are_read_back(tmp_path, monkeypatch, chosen):
     monkeypatch.chdir(results.ROOT)
     results.reading(args)
     rows = json.loads((tmp_path / "reading.json").read_text("utf-8"))["rows"]
+    kept = json.loads((tmp_path / "reading.json").read_text("utf-8"))
+    assert kept.keys() >= json.loads(stored).keys()  # hindsight, commits
     others = [row for row in rows if row["model"] not in named]
     assert others == [row for row in before if row["model"] not in named]
     assert {row["direction"] for row in others} >= {"de-en"}
@@ -108,6 +110,23 @@ def test_only_the_models_named_are_read_back(tmp_path, monkeypatch, chosen):
     each = 3 if chosen else len(results.READINGS)
     assert [row["model"] for row in new] == sorted(named * each)[::-1]
     assert len(rows) == len(before)
+
+
+def test_what_validation_did_not_try_is_not_measured(tmp_path, monkeypatch):
+    """Nothing is written then, neither when nor by which commit."""
+    stored = (results.RESULTS / "reading.json").read_bytes()
+    (tmp_path / "reading.json").write_bytes(stored)
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    monkeypatch.setattr(results, "measured_back", lambda *_: {"bleu": 1.5})
+    monkeypatch.setattr(book, "corpus_part", lambda *_: [])
+    args = SimpleNamespace(
+        models=["results/model-en-de", "results/model-de-en"], corpus="",
+        chosen=(7, 0.1), settled=None, alpha=1.5, commit="c", device="d",
+    )  # fmt: skip
+    monkeypatch.chdir(results.ROOT)
+    with pytest.raises(SystemExit, match="no such beam"):
+        results.reading(args)
+    assert (tmp_path / "reading.json").read_bytes() == stored
 
 
 def test_a_stale_table_is_noticed(tmp_path, monkeypatch):

@@ -107,12 +107,14 @@ class Machines:
 def machines(tmp_path_factory):
     """Two machines, where this one may make them: as root, on Linux."""
     try:
-        with Machines(tmp_path_factory.mktemp("machines")) as two:
-            command = two.command(0, "true")
-            subprocess.run(command, check=True, capture_output=True)
-            yield two
+        asked = ["unshare", "--net", "--uts", "ip", "link"]
+        subprocess.run(asked, check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("no networks of one's own: needs Linux, root, iproute2")
+    with Machines(tmp_path_factory.mktemp("machines")) as two:
+        command = two.command(0, "true")
+        subprocess.run(command, check=True, capture_output=True)
+        yield two
 
 
 whole = pytest.fixture(run_of_two, scope="module")

@@ -1,12 +1,14 @@
 """The shape comments in the source say what the tensors really are."""
 
 import ast
+import inspect
 import re
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from test_examples import TRAINED
 
 import annotated_transformer as book
 
@@ -42,21 +44,30 @@ def commented_lines():
 
 
 class ShapeTracer:
-    """Compares each commented variable with its comment as the code runs."""
+    """Compares each commented variable with its comment as the code runs.
 
-    def __init__(self):
+    Sizes that are the same everywhere are `fixed`. All others must be one in
+    each call, or, `by_turn`, in each turn of its loop.
+    """
+
+    def __init__(self, fixed=GLOBAL, by_turn=False):
+        self.fixed, self.by_turn = fixed, by_turn
         self.comments = commented_lines()
         self.seen, self.wrong = set(), []
 
     def __call__(self, frame, event, argument):
         if frame.f_code.co_filename != str(SOURCE):
             return None
-        letters, pending = {}, []
+        letters, pending, passed = {}, [], set()
 
         def local(frame, event, argument):
             while pending and event in ("line", "return"):
                 line = pending.pop()
                 name, wanted = self.comments[line]
+                if self.by_turn and line in passed:
+                    letters.clear()
+                    passed.clear()
+                passed.add(line)
                 value = argument if name is None else frame.f_locals.get(name)
                 self.compare(line, value, wanted, letters)
             if event == "line" and frame.f_lineno in self.comments:
@@ -82,10 +93,10 @@ class ShapeTracer:
             letter, _, rest = word.partition(" + ")
             letter, _, part = letter.partition("/")
             size = (size - int(rest or 0)) * int(part or 1)
-            if letter[1:]:  # such as 2R
+            if letter[1:] and not letter.isdigit():  # such as 2R
                 fits &= size % int(letter[0]) == 0
                 size, letter = size // int(letter[0]), letter[1]
-            known = GLOBAL | letters
+            known = self.fixed | letters
             letters.setdefault(letter, size)
             if letter.isdigit():
                 fits &= size == int(letter)
@@ -112,24 +123,44 @@ def run_everything():
     book.positional_encoding(9, 16)
 
 
-@pytest.fixture(scope="module")
-def tracer():
-    tracer = ShapeTracer()
+def run_checks():
+    """And the examples with such comments, but those of trained models."""
+    left_out = {"attention_maps_sum_to_one", "a_changed_file_is_noticed"}
+    for name in sorted(book.CHECKS.keys() - left_out):
+        book.run_seeded(book.CHECKS[name])
+    for name in sorted(book.EXAMPLES.keys() - TRAINED):
+        lines, start = inspect.getsourcelines(book.EXAMPLES[name])
+        own = range(start, start + len(lines))
+        if any(line in own for line in commented_lines()):
+            book.run_seeded(book.EXAMPLES[name])
+
+
+def traced(tracer, run):
     before = sys.gettrace()
     sys.settrace(tracer)
     try:
-        run_everything()
+        run()
     finally:
         sys.settrace(before)
     return tracer
 
 
-def test_shapes_are_as_commented(tracer):
-    assert tracer.wrong == []
+@pytest.fixture(scope="module")
+def tracers():
+    return [
+        traced(ShapeTracer(), run_everything),
+        traced(ShapeTracer({}, by_turn=True), run_checks),
+    ]
 
 
-def test_most_shape_comments_are_compared(tracer):
-    assert len(tracer.seen) >= 25
+def test_shapes_are_as_commented(tracers):
+    assert [tracer.wrong for tracer in tracers] == [[], []]
+
+
+def test_most_shape_comments_are_compared(tracers):
+    """Of the others most are in charts and need a trained model."""
+    one, other = tracers
+    assert len(one.seen | other.seen) >= 0.8 * len(one.comments)
 
 
 def test_a_wrong_comment_is_noticed():

@@ -9,6 +9,7 @@ import torch
 from helpers import (
     checkpoint,
     contents,
+    needed,
     refused,
     run,
     same,
@@ -165,7 +166,7 @@ def test_models_of_other_letters_have_no_mean(
 
 
 def test_an_export_says_that_it_reads_small_letters(out, tmp_path, capsys):
-    pytest.importorskip("ctranslate2")
+    needed("ctranslate2")
     command = "export", "--format", "ctranslate2", "--model", out, "--out"
     status, _, errors = run(capsys, *command, tmp_path / "exported")
     assert status == 0 and "small letters" in errors

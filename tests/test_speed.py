@@ -117,6 +117,57 @@ def test_fast_attention_drops_weights_in_training_only():
     assert look().equal(look())
 
 
+@pytest.mark.parametrize("rate", [0.1, 0.4])
+def test_fast_attention_drops_as_many_weights_as_asked_for(rate):
+    """Where all are alike and the values a unit matrix, one sees each."""
+    torch.manual_seed(0)
+    T = 64
+    config = book.Config(
+        9, 9, N=1, d_model=T, d_ff=8, h=1, attention_dropout=rate
+    )
+    part = book.MultiHeadAttention(config)
+    with torch.no_grad():
+        for weight in part.parameters():
+            weight.zero_()
+        part.W_V.weight.copy_(torch.eye(T))
+        part.W_O.weight.copy_(torch.eye(T))
+    part = book.fast(part).train()
+    x = torch.eye(T).expand(50, T, T)
+    with torch.no_grad():
+        weights = part(x, x, x)
+    dropped = (weights == 0).float().mean().item()
+    assert dropped == pytest.approx(rate, abs=0.005)
+    kept = weights[weights > 0]
+    torch.testing.assert_close(kept, torch.full_like(kept, 1 / T / (1 - rate)))
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_what_torch_compiles_has_the_same_gradient(half, monkeypatch):
+    """All but the last step, which needs a compiler of C++ or a GPU."""
+    traced = partial(torch.compile, backend="aot_eager")
+    monkeypatch.setattr(torch, "compile", traced)
+    torch._dynamo.reset()
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(book.fast(book.tiny_model(), half=half).train())
+    gradients = [
+        partial(book.backward_in_slices, half=half),
+        book.compiled_gradient(models[1], half=half),
+    ]
+    for batch in itertools.islice(some_batches(), 2):
+        found = []
+        for model, gradient in zip(models, gradients):
+            model.zero_grad()
+            loss = gradient(model, batch, 17, 0.1)
+            found.append((loss, [w.grad for w in model.parameters()]))
+        close = dict(rtol=1e-2, atol=1e-3) if half else {}
+        torch.testing.assert_close(found[1][0], found[0][0], **close)
+        for one, other in zip(found[0][1], found[1][1]):
+            torch.testing.assert_close(other, one, **close)
+    torch._dynamo.reset()
+
+
 def test_a_fast_model_in_use_keeps_its_attention_weights_for_the_charts():
     model = book.fast(book.tiny_model()).eval()
     batch = next(some_batches())

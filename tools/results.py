@@ -433,7 +433,7 @@ def reading(args):
     names = [Path(folder).name for folder in args.models]
     if not args.chosen:  # what others have settled stays
         stay = [row for row in facts["rows"] if row["model"] not in names]
-        facts = {"rows": stay}
+        facts |= {"rows": stay}
     elif not facts["rows"]:
         sys.exit("--chosen by what? first without it, on the validation set")
     part = TEST if args.chosen else "val"
@@ -449,6 +449,8 @@ def reading(args):
                 and (row["beam"], row["back_weight"])
                 in ((4, None), (int(beam), 0.0), (int(beam), weight))
             ]
+            if len(rows) < 3:
+                sys.exit(f"{folder}: validation has no such beam and weight")
         else:
             rows = [
                 {"direction": "-".join(way), "model": Path(folder).name}
@@ -1101,6 +1103,8 @@ GAINS = [  # (what is changed, the result, that which it is compared with)
      "multi30k-en-fr-tiny-both", FRENCH),
     ("third line, then diversified text",
      "multi30k-en-fr-written-by-models", "multi30k-en-fr-tiny-s2"),
+    ("fifth line, but anew, a width of 256",
+     "multi30k-en-fr-written-text-wide", "multi30k-en-fr-written-by-models"),
 ]  # fmt: skip
 
 
