@@ -141,6 +141,8 @@ def test_fast_attention_drops_as_many_weights_as_asked_for(rate):
     torch.testing.assert_close(kept, torch.full_like(kept, 1 / T / (1 - rate)))
 
 
+# That is torch's own way to trace a function with a backward pass.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")
 @pytest.mark.parametrize("half", [False, True])
 def test_what_torch_compiles_has_the_same_gradient(half, monkeypatch):
     """All but the last step, which needs a compiler of C++ or a GPU."""
