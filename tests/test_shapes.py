@@ -128,10 +128,11 @@ def run_checks():
     left_out = {"attention_maps_sum_to_one", "a_changed_file_is_noticed"}
     for name in sorted(book.CHECKS.keys() - left_out):
         book.run_seeded(book.CHECKS[name])
+    comments = commented_lines()
     for name in sorted(book.EXAMPLES.keys() - TRAINED):
         lines, start = inspect.getsourcelines(book.EXAMPLES[name])
         own = range(start, start + len(lines))
-        if any(line in own for line in commented_lines()):
+        if any(line in own for line in comments):
             book.run_seeded(book.EXAMPLES[name])
 
 
