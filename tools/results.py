@@ -1070,6 +1070,7 @@ WRITTEN = "multi30k-en-de-tiny-written-by-models"
 WRITTEN = WRITTEN, f"{WRITTEN}-s1", f"{WRITTEN}-s2"  # three from one beginning
 ANEW = "multi30k-en-de-tiny-written-text"
 ANEW = ANEW, f"{ANEW}-s1", f"{ANEW}-s2"  # and three from random weights
+WIDE = f"{ANEW[0]}-wide", f"{ANEW[0]}-wide-s1"  # twice as wide
 GAINS = [  # (what is changed, the result, that which it is compared with)
     ("10,000 pieces, not 5,000", "pieces-en-de", "multi30k-en-de"),
     ("the same, 4,000 updates fewer", "multi30k-en-fr-10k", "multi30k-en-fr"),
@@ -1094,7 +1095,7 @@ GAINS = [  # (what is changed, the result, that which it is compared with)
      ANEW, "multi30k-en-de-tiny-straight"),
     ("tenth line, seed 0, then more text",
      f"{ANEW[0]}-on", ANEW[0]),
-    ("tenth line, but a width of 256", f"{ANEW[0]}-wide", ANEW),
+    ("tenth line, but a width of 256", WIDE, ANEW),
     ("ninth line once more, seed 0", "diversified-twice", WRITTEN[0]),
     ("the closest of the beam, seed 0", "diversified-closest", WRITTEN[0]),
     ("first line, then diversified text",
