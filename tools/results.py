@@ -696,7 +696,7 @@ def multi30k_table():
         both += ", R-Drop" if recipe["r_drop"] else ""
         both += ", mean" if recipe["mean"] else ""
         width = runs[0]["config"]["d_model"]  # the other lines' is 128
-        both += f", width {width}" if width != 128 else ""
+        both += f", {width} wide" if width != 128 else ""
         small = "lowercase" in runs[0]  # no text of its own has capitals
         both += ", small letters" if small else ""
         cased, chrf = (
