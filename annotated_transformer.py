@@ -18805,24 +18805,24 @@ def speaks_for_all(store):
 # BLEU ignores case and cuts words by sacreBLEU's rules 13a; *cased* minds the
 # case; chrF counts runs of letters instead of words, and minds the case. After
 # the pair stands the line's number among those of that pair. The models are of
-# the tiny sizes, 128 wide, where the line does not say otherwise. Where the
-# steps are a sum, a run went on from another, and the minutes are of all.
-# Minutes are those of the updates alone, on an AMD EPYC without a GPU (the
-# last three German lines and the last French one on a newer one; seed 1 of the
-# third French line, and the whole fourth French line, on an Intel Xeon; beside
-# seeds 1 and 2 of the third French and of the ninth German line, beside small
-# letters, in `de-en 2`, and beside a part of the twelfth German and of the
-# fourth and the sixth French line, other programs ran). *Cores* are those that
-# a run had; where it is 1, the other was busy with something else (and the
-# English-French run of 5,000 pieces had to share even that one at times).
-# Where there are several seeds, the scores and the minutes are means, and
-# after ± stands the standard deviation. (*0, 2* is one run: begun with seed 2,
-# gone on with seed 0.) Pieces and steps are in thousands (k). The file of each
-# row, or seed, in `results/` has its command. (While a model trains,
-# validation takes the first 1,000 of the 1,014 sentences, greedily; scores
-# with a beam are of all. So one model may have a loss of 1.083 in one place
-# and of 1.085 in another.) An earlier English-French run (commit `8431fbd`:
-# dropout 0.15, 12,000 updates, products in 32 bits) got 58.7 on the test set.
+# the tiny sizes, 128 wide; *wide* are those of 256. Where the steps are a sum,
+# a run went on from another, and the minutes are of all. Minutes are those of
+# the updates alone, on an AMD EPYC without a GPU (the last three German lines
+# and the last French one on a newer one; seed 1 of the third French line, and
+# the whole fourth French line, on an Intel Xeon; beside seeds 1 and 2 of the
+# third French and of the ninth German line, beside small letters, in `de-en
+# 2`, and beside a part of the twelfth German and of the fourth and the sixth
+# French line, other programs ran). *Cores* are those that a run had; where it
+# is 1, the other was busy with something else (and the English-French run of
+# 5,000 pieces had to share even that one at times). Where there are several
+# seeds, the scores and the minutes are means, and after ± stands the standard
+# deviation. (*0, 2* is one run: begun with seed 2, gone on with seed 0.)
+# Pieces and steps are in thousands (k). The file of each row, or seed, in
+# `results/` has its command. (While a model trains, validation takes the first
+# 1,000 of the 1,014 sentences, greedily; scores with a beam are of all. So one
+# model may have a loss of 1.083 in one place and of 1.085 in another.) An
+# earlier English-French run (commit `8431fbd`: dropout 0.15, 12,000 updates,
+# products in 32 bits) got 58.7 on the test set.
 #
 # <!-- multi30k: tools/results.py -->
 #
@@ -18841,13 +18841,13 @@ def speaks_for_all(store):
 # | en-de 9 | 41.1±0.1 | 42.8 | 40.7 | 65.2 | 10 | 13.5+5.5 | 0–2 | 2 | 305 |
 # | en-de 10 | 40.8±0.3 | 42.6 | 40.4 | 65.0 | 10 | 4.8 | 0–2 | 2 | 43 |
 # | en-de 11 | 41.0 | 43.0 | 40.6 | 65.2 | 10 | 4.8+4.8 | 0 | 2 | 85 |
-# | en-de 12, 256 wide | 41.8±0.6 | 43.3 | 41.5 | 65.6 | 10 | 4.8 | 0–1 | 2 | 127 |
+# | en-de 12, wide | 41.8±0.6 | 43.3 | 41.5 | 65.6 | 10 | 4.8 | 0–1 | 2 | 127 |
 # | en-fr 1 | 59.3 | 57.3 | 59.2 | 75.0 | 5 | 20 | 0 | 1 | 111 |
 # | en-fr 2 | 59.6 | 58.7 | 59.5 | 75.4 | 10 | 16 | 0 | 1 | 87 |
 # | en-fr 3 | 60.5±0.6 | 59.2 | 60.3 | 75.8 | 10 | 6.5 | 0–2 | 2 | 120 |
 # | en-fr 4 | 60.3 | 59.4 | 60.2 | 75.8 | 10 | 2+4 | 0 | 2 | 124 |
 # | en-fr 5 | 61.4 | 60.1 | 61.2 | 76.4 | 10 | 6.5+4 | 0, 2 | 2 | 159 |
-# | en-fr 6, 256 wide | 62.0 | 60.6 | 61.9 | 76.7 | 10 | 4.8 | 0 | 2 | 111 |
+# | en-fr 6, wide | 62.0 | 60.6 | 61.9 | 76.7 | 10 | 4.8 | 0 | 2 | 111 |
 # | fr-en 1 | 52.0 | 51.1 | 51.6 | 67.2 | 5 | 14 | 0 | 2 | 32 |
 #
 # Commits, line by line: `1f6edf1`, `1f6edf1`+`1db6a75`, `1f6edf1`,

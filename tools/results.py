@@ -695,8 +695,8 @@ def multi30k_table():
         both = ", both" if recipe["both"] else ""
         both += ", R-Drop" if recipe["r_drop"] else ""
         both += ", mean" if recipe["mean"] else ""
-        width = runs[0]["config"]["d_model"]  # the other lines' is 128
-        both += f", {width} wide" if width != 128 else ""
+        width = runs[0]["config"]["d_model"]
+        both += {128: "", 256: ", wide"}[width]
         small = "lowercase" in runs[0]  # no text of its own has capitals
         both += ", small letters" if small else ""
         cased, chrf = (
