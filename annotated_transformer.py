@@ -19459,9 +19459,8 @@ def speaks_for_all(store):
 # a single model to French, of one seed. Read back by `results/model-fr-en`
 # with the settings that other models had chosen (a beam of eight, λ = 0.1;
 # *Reading back*, below), it has 60.7 and 62.3 (p = 0.2 and 0.02). What comes
-# of the width here, and what of text by better models than those of the fifth
-# line's, one run can't tell. It is as large as the German one, and not
-# published either.
+# of the width, and what of a text that better models wrote, one run can't
+# tell. It is as large as the German one, and not published either.
 #
 # **Averaging.** The weights of the first English-German line on the first
 # 1,000 sentences of the validation set, greedily:
