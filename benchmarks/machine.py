@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -29,7 +30,14 @@ def processor(info="/proc/cpuinfo"):
     """The processor's name, or at least its kind."""
     text = Path(info).read_text() if Path(info).exists() else ""
     name = re.search(r"^model name\s*: (.+)", text, re.M)  # not on ARM
-    return name[1] if name else platform.processor() or platform.machine()
+    if name:
+        return name[1]
+    if sys.platform == "darwin":  # where platform knows no more than "arm"
+        ask = ["sysctl", "-n", "machdep.cpu.brand_string"]
+        found = subprocess.run(ask, capture_output=True, text=True).stdout
+        if found.strip():
+            return found.strip()
+    return platform.processor() or platform.machine()
 
 
 def instructions(info="/proc/cpuinfo"):

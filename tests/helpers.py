@@ -74,6 +74,11 @@ def weights(folder):
     return torch.load(folder / "weights.pt", weights_only=True)
 
 
+def tensors(path):
+    """What a file of tensors holds."""
+    return torch.load(path, weights_only=True)
+
+
 def checkpoint(folder):
     """All that the next update depends on; not the time it took."""
     state = torch.load(folder / "checkpoint.pt", weights_only=True)
@@ -99,7 +104,7 @@ def assert_same_run(out, whole):
     assert sorted(contents(out)) == sorted(contents(whole))
     assert same(checkpoint(out), checkpoint(whole))
     for path in whole.glob("weights*.pt"):
-        assert same(*(torch.load(f / path.name) for f in (out, whole)))
+        assert same(*(tensors(f / path.name) for f in (out, whole)))
 
 
 def training_command(corpus, out, steps, *more):

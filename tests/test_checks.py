@@ -365,12 +365,12 @@ SLIPS = {
     "the mask left out of attention in batches": (
         "mask.expand(A, H, n, -1).flatten(0, 1), 1",
         "mask.expand(A, H, n, -1).flatten(0, 1), 0",
-        "writer_changes_nothing",
+        "attention_in_batches_is_attention",
     ),
     "scores in batches not divided by the root": (
         "    scale = 1 / math.sqrt(width)",
         "    scale = 1",
-        "writer_changes_nothing",
+        "attention_in_batches_is_attention",
     ),
     "products joined in the wrong order": (
         "product([heads.W_Q, heads.W_K, heads.W_V])",
@@ -741,9 +741,14 @@ CRASHES = {
 }  # fmt: skip
 
 
+BY_ONEDNN = {"no ReLU in the laid-out network"}
+
+
 @pytest.mark.parametrize("slip", SLIPS)
 def test_check_refuses(slip):
     right, wrong, name = SLIPS[slip]
+    if slip in BY_ONEDNN and not book.onednn_answers():
+        pytest.skip("this PyTorch has no oneDNN, which does it")
     assert right in SOURCE, "the source has changed: bring the slip up to date"
     broken = load(SOURCE.replace(right, wrong, 1), "broken_book")
     with pytest.raises(RuntimeError if slip in CRASHES else AssertionError):

@@ -295,6 +295,23 @@ def test_laptop_halves_products_where_it_pays_and_keeps_to_it(
     assert not same(weights(out), weights(other))
 
 
+def test_a_resumed_run_keeps_its_size_of_batches(tmp_path):
+    """The default depends on the number of processes, which may change."""
+    command = ["train", "--corpus", "x", "--out", str(tmp_path), "--resume"]
+    command += ["--preset", "base", "--no-onednn"]
+
+    def size(*more):
+        args = book.parser().parse_args([*command, *more])
+        return book.settings_of(args)[0].max_tokens
+
+    assert size() == 4096
+    described = json.dumps({"recipe": {"max_tokens": 16_384}})
+    torch.save({"description": described}, tmp_path / "checkpoint.pt")
+    assert size() == 16_384 and size("--max-tokens", "5000") == 5000
+    torch.save({"description": "{}"}, tmp_path / "checkpoint.pt")
+    assert size() == 4096  # that of an older run: `Run.load` compares
+
+
 @pytest.mark.parametrize("pays", [True, False])
 def test_a_run_asks_onednn_where_it_pays_and_keeps_to_it(
     corpus, tmp_path, monkeypatch, capsys, pays
@@ -779,6 +796,42 @@ def test_what_print_kept_is_written_or_the_failure_told(
     assert ("No space left" in errors) is (status == 2)
 
 
+@pytest.mark.skipif(sys.platform == "darwin", reason="names are UTF-8 there")
+def test_a_corpus_may_lie_where_the_name_is_no_utf_8(corpus, tmp_path):
+    copied = shutil.copytree(corpus, tmp_path / os.fsdecode(b"t\xe4xte"))
+    out = trained(copied, tmp_path / "out", 1)
+    assert book.load_description(out)["corpus"] == str(copied)
+    book.load_translator(out)
+
+
+def test_without_standard_error_notes_are_not_among_translations(small):
+    """Some programs are started so; standard output stays what it is."""
+    command = [sys.executable, SCRIPT, "translate", "--model", small, "Hallo"]
+    ended = subprocess.run(
+        ["sh", "-c", 'exec "$@" 2>&-', "sh", *map(str, command)],
+        stdout=subprocess.PIPE, timeout=300,
+    )  # fmt: skip
+    assert ended.returncode == 0
+    assert len(ended.stdout.decode().splitlines()) == 1
+
+
+def test_only_a_training_meets_other_processes(capsys, monkeypatch, tmp_path):
+    """In a container of a cluster the variables may be there for all."""
+    for name, value in {
+        "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "9",
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    met = []
+    monkeypatch.setattr(book, "join_processes", lambda: met.append(1))
+    measure = ["evaluate", "--model", tmp_path / "none", "--corpus", "toy"]
+    assert "none" in refused(capsys, *measure) and not met
+    command = ["--corpus", tmp_path / "none", "--out", tmp_path / "out"]
+    assert "none" in refused(capsys, "train", *command) and met == [1]
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # started by torchrun
+    assert "none" in refused(capsys, *measure) and met == [1, 1]
+
+
 def test_a_name_that_is_no_utf_8_is_told():
     ended = fresh("translate", "--model", os.fsdecode(b"mod\xe8le"), "ja")
     assert ended.returncode == 2 and b"Traceback" not in ended.stderr
@@ -1258,6 +1311,31 @@ def test_a_larger_corpus_that_finds_no_room_names_its_file_and_goes_on(
     assert status == 0 and "30 pairs and 30 made of them" in said
 
 
+def test_what_a_kill_left_of_a_larger_corpus_is_removed(
+    capsys, pairs, small, tmp_path
+):
+    out = tmp_path / "larger"
+    out.mkdir()
+    for name in ("made.json.7.part", "train.de.7.part", "val.en.81.part"):
+        (out / name).write_text("half", encoding="utf-8")
+    status, _, _ = run(capsys, *diversify(pairs, out, small))
+    assert status == 0 and not [*out.glob("*.part")]
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "mine.part").write_text("mine", encoding="utf-8")
+    assert "not empty" in refused(capsys, *diversify(pairs, other, small))
+
+
+def test_what_fails_while_it_is_written_leaves_nothing(tmp_path):
+    def lines():
+        yield "one"
+        raise book.InputError("the corpus changed")
+
+    with pytest.raises(book.InputError, match="changed"):
+        book.write_lines(tmp_path / "train.de", lines())
+    assert not [*tmp_path.iterdir()]
+
+
 def test_another_larger_corpus_is_not_gone_on_with(
     capsys, pairs, small, back, tmp_path
 ):
@@ -1280,6 +1358,24 @@ def test_a_corpus_is_not_written_into_a_file(capsys, pairs, small, tmp_path):
     said = refused(capsys, *diversify(pairs, tmp_path / "file", small))
     assert "is a file" in said
     assert (tmp_path / "file").read_text(encoding="utf-8") == "mine"
+
+
+def test_a_text_too_long_to_validate_is_named_at_once(
+    capsys, corpus, tmp_path
+):
+    """It would take the memory at the first validation, before a save."""
+    copied = shutil.copytree(corpus, tmp_path / "copy")
+    lines = lines_of(copied / "val.en")
+    for letters, accepted in ((5000, True), (5001, False)):
+        lines[1] = "a" * letters
+        text = "\n".join(lines) + "\n"
+        (copied / "val.en").write_text(text, encoding="utf-8")
+        if accepted:
+            book.training_pairs(copied, "de", "en")
+    command = training_command(copied, tmp_path / "out", 1)
+    said = refused(capsys, *command)
+    assert f"{copied}: val.en, line 2: 5,001 letters" in said
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_sentence_in_another_encoding_is_refused(capsys, small):
@@ -1895,6 +1991,7 @@ def test_evaluate_tells_what_it_measured(
     capsys, small, corpus, tmp_path, kind
 ):
     command = ["evaluate", "--model", small, "--corpus", corpus, "--alpha", 1]
+    command += ["--device", "cpu"]  # where there is a GPU, it has no --int8
     command += ["--json", tmp_path / "e.json", "--outputs", tmp_path / "e.en"]
     status, table, _ = run(capsys, *command, *filter(None, [kind]))
     facts = json.loads((tmp_path / "e.json").read_text(encoding="utf-8"))

@@ -21,6 +21,7 @@ from helpers import (
     refused,
     run,
     same,
+    tensors,
     trained,
     training_command,
     write_little,
@@ -120,7 +121,7 @@ def test_two_processes_train_the_model_of_one(plain, few, tmp_path):
     two = plain.folder / "run"
     assert sorted(contents(one)) == sorted(contents(two))
     for path in one.glob("weights*.pt"):
-        mine, yours = (torch.load(f / path.name) for f in (one, two))
+        mine, yours = (tensors(f / path.name) for f in (one, two))
         for name in mine:
             torch.testing.assert_close(
                 mine[name], yours[name], rtol=1e-3, atol=1e-4

@@ -27,6 +27,7 @@ from helpers import (
     refused,
     run,
     same,
+    tensors,
     trained,
     training_command,
     weights,
@@ -72,7 +73,7 @@ def same_run(one, other):
     assert sorted(contents(one)) == sorted(contents(other))
     assert same(checkpoint(one), checkpoint(other))
     for path in one.glob("weights*.pt"):
-        assert same(*(torch.load(f / path.name) for f in (one, other)))
+        assert same(*(tensors(f / path.name) for f in (one, other)))
     for name in ("model.json", "pieces.model"):
         assert (one / name).read_bytes() == (other / name).read_bytes()
     logs = [book.read_log(folder) for folder in (one, other)]
@@ -239,6 +240,26 @@ def test_who_asks_twice_is_not_kept_waiting(
     assert status == 128 + signal.SIGINT
     assert "goes on from its last checkpoint by --resume" in errors
     assert checkpoint(out)["step"] == 4
+
+
+def test_a_second_sigterm_changes_nothing(
+    capsys, few, whole, tmp_path, monkeypatch
+):
+    """A queue may send it to each process, and torchrun once more."""
+    out, killed = tmp_path / "asked", []
+    before = signal.signal(signal.SIGTERM, lambda *_: killed.append(1))
+    try:
+        with monkeypatch.context() as patch:
+            signalled(patch, 5, signal.SIGTERM, signal.SIGTERM)
+            status, _, _ = run(
+                capsys, *training_command(few, out, 12, *LEVERS)
+            )
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert (status, killed) == (128 + signal.SIGTERM, [])
+    assert checkpoint(out)["step"] == 6
+    resume(few, out, 12, *LEVERS)
+    assert same_run(out, whole)
 
 
 def test_a_request_at_the_last_update_changes_nothing(
@@ -543,6 +564,8 @@ def test_compile_reaches_the_model(few, small, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     command = training_command(few, tmp_path / "none", 1, "--compile")
     assert "C++ compiler" in refused(capsys, *command)
+    with pytest.raises(book.InputError, match="C compiler"):
+        book.check_compiler(torch.device("cuda"))
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
 """Making it fast: each fast form computes what the plain one does."""
 
+import gc
 import itertools
 import mmap
 import platform
+import weakref
 from collections import Counter
 from functools import partial
 from types import SimpleNamespace
@@ -546,6 +548,22 @@ def test_recorded_updates_are_those_of_training(a_run, clip):
         assert update.tokens == sum(one.tokens for one in few)
         assert update.rate == pytest.approx(few[-1].rate)
     torch.testing.assert_close(ends(run), expected, rtol=1e-3, atol=1e-4)
+
+
+def test_what_is_recorded_keeps_the_positions_that_it_reads(a_run):
+    """A validation may grow the table; the old one must not be freed."""
+    run, pairs = a_run()
+    updates = book.RecordedUpdates(
+        run, pairs, RECORDED, book.backward_in_slices, 30, torch.device("cpu")
+    )
+    next(iter(updates))
+    read = weakref.ref(run.model.position.table)
+    for longer in (300, 900):
+        width = run.model.config.d_model
+        run.model.position(torch.zeros(1, longer, width))
+        gc.collect()
+        assert len(run.model.position.table) >= longer
+        assert read() is not None
 
 
 def test_recording_leaves_the_run_as_it_is(a_run, monkeypatch):
