@@ -1070,7 +1070,7 @@ WRITTEN = "multi30k-en-de-tiny-written-by-models"
 WRITTEN = WRITTEN, f"{WRITTEN}-s1", f"{WRITTEN}-s2"  # three from one beginning
 ANEW = "multi30k-en-de-tiny-written-text"
 ANEW = ANEW, f"{ANEW}-s1", f"{ANEW}-s2"  # and three from random weights
-WIDE = f"{ANEW[0]}-wide", f"{ANEW[0]}-wide-s1"  # twice as wide
+WIDE = tuple(f"{ANEW[0]}-wide{seed}" for seed in ("", "-s1", "-s2"))
 GAINS = [  # (what is changed, the result, that which it is compared with)
     ("10,000 pieces, not 5,000", "pieces-en-de", "multi30k-en-de"),
     ("the same, 4,000 updates fewer", "multi30k-en-fr-10k", "multi30k-en-fr"),
