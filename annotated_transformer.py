@@ -5103,14 +5103,14 @@ def pieces_give_the_word_back():
 # #### Batches
 #
 # A pair of sentences becomes three things. The encoder reads the **source**,
-# which ends with `</s>`, too. (*Fills a gap in the paper*, which does not say
-# so. The mark tells where the sentence ends.) The decoder reads the target
-# **shifted right**: it begins with `<s>` and lacks `</s>`. Its **labels** are
-# the target itself, ending with `</s>`. So at each place the decoder has read
-# what came before and is asked what comes next. All T questions are asked at
-# once; the causal mask keeps the answers hidden. That the decoder reads the
-# right words, and not those it would have written itself, is called *teacher
-# forcing*.
+# which ends with `</s>`, too. The decoder reads the target **shifted right**:
+# it begins with `<s>` and lacks `</s>`. Its **labels** are the target itself,
+# ending with `</s>`. So at each place the decoder has read what came before
+# and is asked what comes next. All T questions are asked at once; the causal
+# mask keeps the answers hidden. That the decoder reads the right words, and
+# not those it would have written itself, is called *teacher forcing*. *Fills a
+# gap in the paper*, which does not say how a source ends: `</s>` shows the
+# encoder that it is whole.
 #
 # **Asked often:** why `tgt[:, :-1]`, if with padding the last token is not
 # the end symbol? Both are cut from one row: `tgt[:, :-1]` is read,

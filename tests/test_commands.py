@@ -1659,7 +1659,8 @@ def test_a_corpus_of_long_lines_only_is_refused(capsys, tmp_path):
     """Lines of 3,000 words too, which sentencepiece would leave out."""
     for part, language in itertools.product(("train", "val"), ("de", "en")):
         path = tmp_path / f"{part}.{language}"
-        line = " ".join(f"{language}{n % 50}" for n in range(3000))
+        words = 3000 if part == "train" else 3
+        line = " ".join(f"{language}{n % 50}" for n in range(words))
         path.write_text(f"{line}\n" * 3, encoding="utf-8")
     for pieces in (0, 50):
         command = training_command(tmp_path, tmp_path / "out", 1)

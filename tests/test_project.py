@@ -227,6 +227,14 @@ def test_what_is_optional_is_folded_and_nothing_else():
         ({}, book.PACKAGES.split()),
         ({"altair": "6.0", "torchtext": "0.18.0"}, None),
         ({"altair": "5.5.0", "torchtext": "0.6.0"}, []),
+        (
+            {
+                "altair": "5.5.0",
+                "torchtext": "0.6.0",
+                "vl-convert-python": "1.6.0",
+            },
+            ["vl-convert-python>=1.7"],
+        ),
     ],
 )
 def test_colab_gets_what_is_missing_and_keeps_its_torch(
@@ -238,7 +246,7 @@ def test_colab_gets_what_is_missing_and_keeps_its_torch(
     def version(name):
         if not there:
             raise book.metadata.PackageNotFoundError(name)
-        return there.get(name, "1.0")
+        return there.get(name, "9.0")
 
     monkeypatch.setattr(book.metadata, "version", version)
     monkeypatch.setattr(
