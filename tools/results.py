@@ -1106,6 +1106,8 @@ GAINS = [  # (what is changed, the result, that which it is compared with)
      "multi30k-en-fr-written-by-models", "multi30k-en-fr-tiny-s2"),
     ("fifth line, but anew, a width of 256",
      "multi30k-en-fr-written-text-wide", "multi30k-en-fr-written-by-models"),
+    ("sixth line, then its own text",
+     "diversified-once-more-en-fr", "multi30k-en-fr-written-text-wide"),
     ("sixth line, then the real pairs alone",
      "real-at-last", "multi30k-en-fr-written-text-wide"),
 ]  # fmt: skip
