@@ -19561,9 +19561,9 @@ def speaks_for_all(store):
 # `results/diversified-once-more-en-fr.json`). Greedily it has 60.2 before,
 # 59.4 after 380 updates and 60.1 at the end; the mean of the last five
 # checkpoints, which was kept, has 60.2. With the beam it is 60.2, after 60.6
-# (p = 0.06), so the test set was left alone. That models went on gaining by a
-# teacher's text, as those of width 128 did, is not seen here, where the
-# teacher is the model itself.
+# (p = 0.06), so the test set was left alone. (The models that gained by going
+# on, those of the ninth and the fifth French line, had not read models' text
+# before. This one had.)
 #
 # **At last the real pairs alone?** What models write is plainer than what
 # people do. So the last updates, one might think, should be of people's text.
