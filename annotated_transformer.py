@@ -19562,8 +19562,8 @@ def speaks_for_all(store):
 # 59.4 after 380 updates and 60.1 at the end; the mean of the last five
 # checkpoints, which was kept, has 60.2. With the beam it is 60.2, after 60.6
 # (p = 0.06), so the test set was left alone. (The models that gained by going
-# on, those of the ninth and the fifth French line, had not read models' text
-# before. This one had.)
+# on, those of the ninth German and the fifth French line, had not read models'
+# text before. This one had.)
 #
 # **At last the real pairs alone?** What models write is plainer than what
 # people do. So the last updates, one might think, should be of people's text.
