@@ -9018,6 +9018,11 @@ def additive(mask, like):
     return like.new_zeros(mask.shape).masked_fill_(~mask, -math.inf)
 
 
+# %% [markdown]
+# The form in batches is the attention of Section 3.2.1. It is checked by
+# itself, for some machines never take it:
+
+
 # %%
 @check
 def attention_in_batches_is_attention():
@@ -16554,10 +16559,10 @@ def save_translator(translator, folder, half=False, **facts):
     if "pieces" in description:
         pieces = translator.src_vocab.model
         write_whole(folder / "pieces.model", lambda p: p.write_bytes(pieces))
-    write_whole(
+    write_whole(  # a path may be no UTF-8; JSON reads \udcfc as what it was
         folder / "model.json",
         lambda p: p.write_text(text + "\n", "utf-8", "backslashreplace"),
-    )  # a path that is not UTF-8 becomes JSON's \\udcfc, and reads as it was
+    )
     state = translator.model.state_dict()
     if half:
         once = {w.data_ptr(): w.half() for w in state.values()}
@@ -17077,10 +17082,11 @@ class Texts:
 # Without validation files, every 50th pair is held out; of a larger corpus
 # every 100th, 200th and so on, so that they are 1,000 at most and come from
 # all its parts. Where one has an empty side, or is so long that it would take
-# much memory to translate, it is used for nothing. And copies of those that
-# are held out do not stay in the training text, for to know them by heart
-# would pass for translating. (Of short ones, up to 60 letters on both sides
-# together, they do: *Yes.* is a sentence that may recur.)
+# much memory to translate, it is used for nothing. (In a validation file a
+# text of over 5,000 letters is refused.) And copies of those that are held out
+# do not stay in the training text, for to know them by heart would pass for
+# translating. (Of short ones, up to 60 letters on both sides together, they
+# do: *Yes.* is a sentence that may recur.)
 
 
 # %% tags=["plumbing"]
@@ -17111,7 +17117,7 @@ def has_validation(corpus, *languages):
 
 
 def check_lengths(pairs, name, languages, longest):
-    """InputError if a text would take too much memory: soon, not at a save."""
+    """InputError if a text is too long to validate: now, not hours later."""
     for number, pair in enumerate(pairs, 1):
         for language, text in zip(languages, pair):
             if len(text) > longest:
@@ -17555,8 +17561,9 @@ class Run:
         Returns the number of processes that the run had.
         """
         device = next(self.model.parameters()).device
-        there = "cpu" if device.type == "mps" else device  # or Adam's counts
-        state = load_tensors(folder / "checkpoint.pt", there)  # stay on it
+        # Adam's counts would stay on Apple's GPU, and be fetched one by one
+        there = "cpu" if device.type == "mps" else device
+        state = load_tensors(folder / "checkpoint.pt", there)
         try:
             saved = json.loads(state["description"])
             saved = {"val": self.description.get("val"), **saved}
@@ -18730,16 +18737,16 @@ def join_processes():
 
 
 # %% [markdown]
-# **When one of them dies**, the others cannot go on. `torchrun` stops them
-# all and, with `--max-restarts=3`, starts them anew, up to three times. Then
+# **When one of them dies**, the others cannot go on. `torchrun` stops them all
+# and, with `--max-restarts=3`, starts them anew, up to three times. Then
 # training goes on from the last checkpoint without being told to. (But only
 # with what it has begun itself: until a run has ended, the file `launch` in
 # its folder says which `torchrun` that was. A folder that holds an older model
 # is refused after a restart too.) The checkpoint holds the random state of
 # every process, so that on processors the end is the same, bit for bit, as if
 # nothing had happened. (With another number of processes a run can be resumed
-# too, at the same `--max-tokens`. Its batches stay the same, dropout does
-# not.)
+# too. It keeps its `--max-tokens`, and so its batches; dropout does not stay
+# the same.)
 #
 # **Several machines** do the same, if they see the same folders and know each
 # other by name: `torchrun --nnodes=2 …`, once on each (README has the whole
@@ -19143,7 +19150,7 @@ def speaks_for_all(store):
 # | en-fr | both directions first, then one | +0.2 | -0.2 | +0.2 | +0.0 |
 # | en-fr | third line, then diversified text | +0.7 | +0.9 | +0.6 | +0.7 |
 # | en-fr | fifth line, but anew, a width of 256 | +0.5 | +0.6 | +0.2 | +0.2 |
-# | en-fr | sixth line, then its own text | -0.4 | – | -0.2 | – |
+# | en-fr | sixth line, then text anew, by it too | -0.4 | – | -0.2 | – |
 # | en-fr | sixth line, then the real pairs alone | -0.2 | – | -0.2 | – |
 # | en-de | read back, a beam of 8 | +0.2 | +0.2 | +0.5 | +0.4 |
 # | de-en | read back, a beam of 8 | +1.2 | +0.6 | +0.9 | +0.8 |
@@ -19561,9 +19568,9 @@ def speaks_for_all(store):
 # `results/diversified-once-more-en-fr.json`). Greedily it has 60.2 before,
 # 59.4 after 380 updates and 60.1 at the end; the mean of the last five
 # checkpoints, which was kept, has 60.2. With the beam it is 60.2, after 60.6
-# (p = 0.06), so the test set was left alone. (The models that gained by going
-# on, those of the ninth German and the fifth French line, had not read models'
-# text before. This one had.)
+# (p = 0.06), so the test set was left alone. (The models that gained on both
+# sets by going on had learned from the real pairs alone before. This one had
+# not.)
 #
 # **At last the real pairs alone?** What models write is plainer than what
 # people do. So the last updates, one might think, should be of people's text.
@@ -21620,9 +21627,8 @@ def begin_diversified(out, facts):
                 "settings; choose another --out"
             )
         return
-    if out.exists() and {*out.iterdir()} - {
-        *unfinished_files(out, DIVERSIFIED)
-    }:
+    left = unfinished_files(out, DIVERSIFIED)
+    if out.exists() and {*out.iterdir()} - {*left}:
         raise InputError(f"{out} is not empty; choose another --out")
     out.mkdir(parents=True, exist_ok=True)
     text = json.dumps(facts, indent=1) + "\n"

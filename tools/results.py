@@ -696,7 +696,7 @@ def multi30k_table():
         both += ", R-Drop" if recipe["r_drop"] else ""
         both += ", mean" if recipe["mean"] else ""
         width = runs[0]["config"]["d_model"]
-        both += {128: "", 256: ", wide"}[width]
+        both += {128: "", 256: ", wide"}.get(width, f", width {width}")
         small = "lowercase" in runs[0]  # no text of its own has capitals
         both += ", small letters" if small else ""
         cased, chrf = (
@@ -1106,7 +1106,7 @@ GAINS = [  # (what is changed, the result, that which it is compared with)
      "multi30k-en-fr-written-by-models", "multi30k-en-fr-tiny-s2"),
     ("fifth line, but anew, a width of 256",
      "multi30k-en-fr-written-text-wide", "multi30k-en-fr-written-by-models"),
-    ("sixth line, then its own text",
+    ("sixth line, then text anew, by it too",
      "diversified-once-more-en-fr", "multi30k-en-fr-written-text-wide"),
     ("sixth line, then the real pairs alone",
      "real-at-last", "multi30k-en-fr-written-text-wide"),
