@@ -3650,16 +3650,16 @@ def embedding_gradient(tokens, grad, vocab): ...
 #
 # Here *i* numbers the pairs of dimensions, and both *i* and *pos* start at 0.
 #
-# Why not learn a vector for each position? The paper tried that as well (Table
-# 3, row E), with nearly the same result. It took the sines because they may
-# carry over to sentences longer than those of training. *Positions, tried*,
-# after the copy task, looks into both.
-#
 # Think of the hands of many clocks. The first goes round once in 2π ≈ 6.3
 # words and tells neighbours apart. The last takes, for D = 512, almost
 # 10,000·2π words, so no sentence is long enough to see the same time twice. By
 # hand, with D = 4: position 1 is (sin 1, cos 1, sin 0.01, cos 0.01) = (0.841,
 # 0.540, 0.010, 1.000).
+#
+# Why not learn a vector for each position? The paper tried that as well (Table
+# 3, row E), with nearly the same result. It took the sines because they may
+# carry over to sentences longer than those of training. *Positions, tried*,
+# after the copy task, looks into both.
 #
 # **Asked often:** why add the positions and not concatenate them, and why
 # 10000? Concatenated, word e and position p would meet a matrix next, and [e;
