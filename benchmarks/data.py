@@ -146,7 +146,7 @@ def main():
         return measure(args.measure, args.pieces)
     from machine import machine, write_figures
 
-    facts, rows = machine(), []
+    facts, rows = machine({"pairs": args.pairs, "pieces": args.pieces}), []
     for pairs in args.pairs:
         with tempfile.TemporaryDirectory() as name:
             synthesize(Path(name), pairs)

@@ -232,13 +232,15 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=text, formatter_class=layout)
     option = parser.add_argument
     option("--model", metavar="DIR", help="a trained post-norm model")
-    option("--corpus", default="multi30k", help="multi30k, or a folder")
+    option("--corpus", help="multi30k, or a folder (with --model)")
     option("--split", default="test_2016_flickr", metavar="NAME")
     option("--only", choices=("test set", "base"), help="one setting")
     option("--rounds", type=int, default=5, metavar="N")
     option("--quick", action="store_true", help="seconds, and no figures")
     option("--json", metavar="FILE", help="write the figures there")
     args = parser.parse_args(argv)
+    if bool(args.model) != bool(args.corpus):
+        parser.error("--model and --corpus go together")
     rounds = 1 if args.quick else args.rounds
     facts, rows = machine(vars(args)), []
     print(json.dumps(facts))

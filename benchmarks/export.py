@@ -132,8 +132,7 @@ def main():
     parser.add_argument("--limit", type=int, help="the first N sentences")
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
-    options = {name: str(value) for name, value in vars(args).items()}
-    facts = machine(options)
+    facts = machine(vars(args) | {"model": str(args.model)})
     try:
         rows = compare(Path(args.model), args.corpus, args.split, args.limit)
     except book.InputError as error:

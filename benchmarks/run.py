@@ -90,10 +90,12 @@ def aims(results):
                    form="ours, 32 bits")  # fmt: skip
         what = f"training, {preset}, both in 32 bits, memory kept by both"
         yield what, value, None
-    last = [row for row in training if row["setting"] == "forms"]
-    for row in last[-2:]:
+    forms = [row for row in training if row["setting"] == "forms"]
+    several = [row for row in forms if "processes" in row["form"]]
+    alone = [row for row in forms if row not in several]
+    for row in [*alone[-1:], *several]:
         [key] = [name for name in row if name.startswith("over_")]
-        more = row["form"] if "processes" in row["form"] else "all means"
+        more = row["form"] if row in several else "all means"
         yield f"tiny on captions, from plain to {more}", row[key], 4.0
     for row in training:
         if row["setting"] == "limit":

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -143,6 +144,40 @@ def test_stopping_early_saves_steps(monkeypatch):
     assert len(steps) > 2
 
 
+@pytest.mark.parametrize("kind", ["plain", "writer"])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_source_whose_beam_has_ended_takes_no_more_rows(kind, first):
+    """In company it costs the steps that it costs alone."""
+    torch.manual_seed(12)
+    model, rows = book.restless_model(), []
+    src = torch.randint(4, 14, (8, 4))
+    begin = partial(book.Cache.begin, model)
+    begin = book.Writer(model).begin if kind == "writer" else begin
+
+    def counted(*arguments):
+        cache = begin(*arguments)
+        parts = cache.parts
+
+        def noted(words):
+            rows.append(len(words))
+            return parts(words)
+
+        cache.parts = noted
+        return cache
+
+    how = dict(width=3, extra=12, first=first, begin=counted)
+    book.beam_search(model, src, **how)
+    together, alone = rows[:], []
+    for row in src:
+        rows.clear()
+        book.beam_search(model, row[None], **how)
+        alone.append(len(rows))
+    assert len(set(alone)) > 2
+    assert together == [
+        3 * sum(steps > step for steps in alone) for step in range(max(alone))
+    ]
+
+
 def test_a_wider_beam_finds_no_less_likely_sentence():
     gains = 0
     for seed in range(8):
@@ -259,6 +294,37 @@ def test_measures_agree_with_sacrebleu_and_the_cross_entropy():
     assert math.isclose(
         facts["megabytes"], 4 * facts["parameters"] / 1e6, abs_tol=0.01
     )
+
+
+def test_measures_show_the_parts_of_bleu(monkeypatch):
+    """Of texts with large letters, too short, and right in part."""
+    from sacrebleu.metrics import BLEU
+
+    vocabulary = book.Vocabulary(book.DIGITS)
+    translator = book.Translator(
+        book.tiny_model(), [vocabulary] * 2, ("en", "en")
+    )
+    texts = ["a man sleeps on a couch .", "two dogs in the snow ."]
+    monkeypatch.setattr(translator, "translate", lambda *_: texts)
+    pairs = [
+        ("1", "a man sleeps on a green couch today ."),
+        ("2", "Two dogs play in the snow ."),
+    ]
+    facts, outputs = book.measure(translator, pairs, beam=1)
+    assert outputs == texts
+    references = [[reference for _, reference in pairs]]
+    lower = BLEU(lowercase=True, force=True)
+    score = lower.corpus_score(outputs, references)
+    assert 0 < score.bp < 0.9
+    assert facts["precisions"] == [round(p, 1) for p in score.precisions]
+    assert math.isclose(facts["brevity_penalty"], score.bp, abs_tol=1e-4)
+    for n in range(1, 5):
+        part = BLEU(lowercase=True, force=True, max_ngram_order=n)
+        part = part.corpus_score(outputs, references).score
+        assert math.isclose(facts["cumulative"][n - 1], part, abs_tol=0.06)
+    cased = BLEU(force=True).corpus_score(outputs, references).score
+    assert math.isclose(facts["bleu_cased"], cased, abs_tol=0.01)
+    assert facts["bleu_cased"] < facts["bleu"]
 
 
 def test_a_beam_adds_up_in_32_bits_what_the_model_gives_in_16():

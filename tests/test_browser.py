@@ -267,11 +267,26 @@ def test_charts_are_pictures_first_and_live_when_near(browser, address):
         assert not picture.is_visible()
 
 
-def test_without_scripts_all_can_be_read(browser, address):
-    with visit(browser, address, java_script_enabled=False) as page:
+@pytest.mark.parametrize("width", WIDTHS)
+def test_without_scripts_all_can_be_read(browser, address, width):
+    with visit(browser, address, width, java_script_enabled=False) as page:
         assert page.is_visible("nav a")
         assert page.is_visible("figure.chart img")
         assert page.is_visible("h1")
+        heading = page.locator("#close")  # far down, and nothing lies on it
+        heading.scroll_into_view_if_needed()
+        sync_api.expect(heading).to_be_in_viewport()
+        heading.click(trial=True, timeout=5000)
+
+
+@pytest.mark.parametrize("width", [320, 360])
+def test_on_a_small_telephone_the_page_is_as_wide_as_it(
+    browser, address, width
+):
+    with visit(browser, address, 390) as page:
+        page.set_viewport_size({"width": width, "height": 640})
+        wide = "document.documentElement.scrollWidth"
+        assert page.evaluate(wide) == width
 
 
 def test_the_contents_follow_the_reader(desk):
@@ -293,7 +308,9 @@ def test_the_contents_follow_the_reader(desk):
 
 
 def test_among_exercises_the_contents_show_their_section(desk):
-    desk.evaluate("document.querySelector('#exercises-7').scrollIntoView()")
+    desk.evaluate(
+        "document.querySelector('#3-2-3-applications-of-attention-in-our-model-exercises').scrollIntoView()"
+    )
     desk.wait_for_selector(
         'nav a[href="#3-4-embeddings-and-softmax"][aria-current]'
     )
@@ -316,6 +333,55 @@ def test_the_contents_open_on_a_telephone(browser, address):
         page.click(".opener")
         page.keyboard.press("Escape")
         assert not page.is_visible("nav a")
+
+
+def test_the_contents_open_where_the_reader_is(browser, address):
+    """And close when the focus goes on to the text."""
+    with visit(browser, address, 390) as page:
+        heading = page.locator("#the-training-loop")
+        heading.evaluate("heading => heading.scrollIntoView()")
+        page.wait_for_selector(
+            'nav a[href="#the-training-loop"][aria-current]', state="attached"
+        )
+        page.click(".opener")
+        entry = page.locator("nav a[aria-current]")
+        sync_api.expect(entry).to_be_in_viewport()
+        page.locator("nav a").last.focus()
+        for _ in range(9):
+            page.keyboard.press("Tab")
+            if not page.is_visible("nav a"):
+                break
+        assert not page.is_visible("nav a")
+        assert page.evaluate("!!document.activeElement.closest('main')")
+
+
+def test_a_telephone_that_is_turned_gets_its_charts_anew(browser, address):
+    room = """[...document.querySelectorAll('figure.chart.drawn .live svg')]
+        .map(svg => svg.getBoundingClientRect().width)"""
+    with visit(browser, address, 390) as page:
+        page.set_viewport_size({"width": 640, "height": 390})
+        first = page.locator("figure.chart").first
+        first.scroll_into_view_if_needed()
+        page.wait_for_selector("figure.chart.drawn")
+        [before, *_] = page.evaluate(room)
+        page.set_viewport_size({"width": 390, "height": 640})
+        page.wait_for_function(
+            f"{room}[0] < Math.min({before}, document.body.clientWidth)"
+        )
+
+
+def test_a_chart_is_told_once(browser, address):
+    """By its picture; its switches are not a part of that."""
+    with visit(browser, address) as page:
+        chart = page.locator("figure.chart").first
+        chart.scroll_into_view_if_needed()
+        page.wait_for_selector("figure.chart.drawn")
+        live = page.locator("figure.chart.drawn .live").first
+        assert live.get_attribute("role") is None
+        assert live.get_attribute("aria-label") is None
+        picture = live.locator("svg").first
+        assert picture.get_attribute("role") == "img"
+        assert len(picture.get_attribute("aria-label")) > 40
 
 
 REFUSE = "() => { navigator.clipboard.writeText = () => Promise.reject(); }"

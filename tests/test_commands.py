@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -157,7 +158,78 @@ def test_what_the_command_line_lacks_is_named(capsys, arguments, named):
     assert named in shown.err and shown.out == ""
 
 
+# ------------------------------------------------------------ what is written
+
+ROOT = SCRIPT.parent
+WRITTEN = [ROOT / "README.md", *sorted(ROOT.glob("results/*/README.md"))]
+
+
+def understood(command):
+    """The options of a command, as it is written somewhere."""
+    words = command.partition("annotated_transformer.py")[2]
+    words = re.split(r" [<>|] ", words)[0]
+    return book.parser().parse_args(shlex.split(words, comments=True))
+
+
+@pytest.mark.parametrize("path", WRITTEN, ids=lambda path: path.parent.name)
+def test_each_command_that_is_written_is_understood(path):
+    text = path.read_text("utf-8").replace("\\\n", " ")
+    commands = re.findall(
+        r"^(?:\$ )?(?:python|torchrun)\b.*annotated_transformer\.py.*$",
+        text, re.M,
+    )  # fmt: skip
+    assert len(commands) > 2
+    for command in commands:
+        understood(command)
+
+
+def test_the_command_of_each_result_is_understood():
+    paths = sorted((ROOT / "results").glob("multi30k-*.json"))
+    for path in paths:
+        facts = json.loads(path.read_text("utf-8"))
+        args = understood(facts["command"])
+        assert args.run in (book.run_train, book.run_average), path
+    assert len(paths) > 20
+
+
+@pytest.mark.parametrize(
+    "preset, steps, warmup, places, pieces",
+    [
+        ("laptop", 20_000, 300, 1024, 5000),
+        ("tiny", 5000, 2000, 4096, 5000),
+        ("base", 100_000, 4000, 25_000, 37_000),
+        ("big", 300_000, 4000, 25_000, 37_000),
+    ],
+)
+def test_a_preset_is_what_is_said_of_it(preset, steps, warmup, places, pieces):
+    """And levers that the paper lacks are off."""
+    args = understood(
+        f"annotated_transformer.py train --corpus x --out y --preset {preset} "
+        "--no-half --no-onednn"
+    )
+    recipe, sizes, number = book.settings_of(args)
+    assert (recipe.steps, recipe.warmup) == (steps, warmup)
+    assert (recipe.batch_tokens, number) == (places, pieces)
+    assert recipe.r_drop == recipe.bpe_dropout == 0
+    assert not args.both and not args.lowercase
+    assert book.Config(2, 2, **sizes).attention_dropout == 0
+    if preset == "laptop":
+        assert recipe.decay == "linear" and sizes["norm_first"]
+    else:
+        assert recipe.ema == 0 and recipe.decay != "linear"
+        assert not sizes.get("norm_first")
+    if preset in ("base", "big"):
+        assert recipe.factor == 1 and recipe.smoothing == 0.1
+
+
 # ------------------------------------------------------------------- the copy
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 5))
+def test_the_other_seeds_copy_too(seed):
+    _, losses, right = book.train_copy(seed)
+    assert right == 1000 and len(losses) <= 600
 
 
 @pytest.mark.slow
@@ -847,7 +919,6 @@ def test_evaluate_prints_bleu_and_perplexity(capsys, model, corpus):
     assert status == 0 and "device: cpu" in errors
     [(score, how)] = re.findall(r"^BLEU +(\d+\.\d\d) +(\S+)$", output, re.M)
     [perplexity] = re.findall(r"^perplexity +(\d+\.\d\d)$", output, re.M)
-    assert 0 <= float(score) <= 100
     assert 1 < float(perplexity) < 10_000
     assert re.search(r"^sentences +4 ", output, re.M)
     assert "case:lc" in how and "tok:13a" in how
@@ -882,6 +953,25 @@ def test_evaluate_writes_the_same_figures_as_json(
         ("perplexity", facts["perplexity"]),
     ):
         assert re.search(rf"^{name} +{value:.2f}( |$)", output, re.M), name
+    for name, numbers in (
+        ("1- to 4-grams", facts["precisions"]),
+        ("BLEU-1 to -4", facts["cumulative"]),
+    ):
+        shown = " +".join(f"{number:.1f}" for number in numbers)
+        assert re.search(rf"^{name} +{shown}", output, re.M), name
+    assert re.search(
+        rf"^brevity +{facts['brevity_penalty']:.4f}$", output, re.M
+    )
+
+
+def test_evaluate_shows_five_pairs_of_many(capsys, small, corpus, tmp_path):
+    for language in ("de", "en"):
+        text = (corpus / f"test.{language}").read_text("utf-8") * 2
+        (tmp_path / f"test.{language}").write_text(text, encoding="utf-8")
+    arguments = ["--model", small, "--corpus", tmp_path, "--device", "cpu"]
+    _, output, _ = run(capsys, "evaluate", *arguments)
+    assert re.search(r"^sentences +8 ", output, re.M)
+    assert output.count("reference ") == 5
 
 
 def test_a_table_of_figures_is_that_of_its_model(capsys, corpus, small):
@@ -922,6 +1012,7 @@ class Perfect:
         (["--alpha", "nan"], "--alpha"),
         (["--alpha", "inf"], "--alpha"),
         (["--alpha", 400], "--alpha"),
+        (["--alpha", 20.1], "--alpha"),
         (["--nbest", 5, "--beam", 4], "--nbest"),
         (["--nbest", -1], "--nbest"),
         (["--half", "--int8"], "--half"),
@@ -1289,6 +1380,25 @@ def test_a_larger_corpus_that_was_cut_off_is_completed(
     assert asked == [*missing[0], *missing[1]]
 
 
+def test_a_corpus_that_changes_under_diversify_is_noticed(
+    capsys, pairs, small, tmp_path, monkeypatch
+):
+    """Else what it writes would stand beside other sentences."""
+    folder = shutil.copytree(pairs, tmp_path / "pairs")
+    real = book.Translator.translate
+
+    def changing(self, sentences, *how):
+        text = (folder / "train.de").read_text("utf-8")
+        (folder / "train.de").write_text("neu " + text, encoding="utf-8")
+        return real(self, sentences, *how)
+
+    monkeypatch.setattr(book.Translator, "translate", changing)
+    command = diversify(folder, tmp_path / "larger", small)
+    said = refused(capsys, *command)
+    assert f"{folder}: train.de changed while it was read" in said
+    assert not (tmp_path / "larger" / "train.de").exists()
+
+
 def test_a_larger_corpus_that_finds_no_room_names_its_file_and_goes_on(
     capsys, monkeypatch, pairs, small, tmp_path
 ):
@@ -1605,7 +1715,11 @@ def test_an_old_log_alone_is_not_written_over(capsys, corpus, tmp_path):
 
 
 def test_a_seed_too_large_is_named(capsys):
-    assert "seed must be" in refused(capsys, "copy", "--seed", 2**70)
+    for seed in (2**70, 2**32, -1):
+        assert "seed must be" in refused(capsys, "copy", "--seed", seed)
+        with pytest.raises(book.InputError, match="seed must be"):
+            book.Recipe(seed=seed)
+    assert book.Recipe(seed=2**32 - 1).seed == 2**32 - 1
 
 
 def test_without_a_log_there_are_no_curves(capsys, tmp_path):
@@ -1784,7 +1898,7 @@ def test_a_checkpoint_of_another_kind_of_device_is_refused(
     torch.save({**state, "device": "cuda"}, path)
     before = contents(own)
     message = refused(capsys, *training_command(corpus, own, 6, "--resume"))
-    assert "another kind of --device" in message
+    assert "began on --device cuda; go on with that one, not on cpu" in message
     assert contents(own) == before
 
 

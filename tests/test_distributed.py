@@ -88,6 +88,26 @@ def run_of_two(few, tmp_path_factory):
 whole = pytest.fixture(run_of_two, scope="module")
 
 
+@pytest.mark.slow
+def test_pieces_tags_and_new_cuts_are_the_same_in_all_processes(few, tmp_path):
+    """Learned by one, read by both; and one alone writes."""
+    out = tmp_path / "run"
+    levers = ["--pieces", 150, "--both", "--bpe-dropout", 0.1]
+    command = training_command(few, out, 8, *PLAIN, *levers)
+    done = torchrun(*command, WATCH=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    one = trained(few, tmp_path / "one", 8, *PLAIN, *levers)
+    assert contents(one)["pieces.model"] == contents(out)["pieces.model"]
+    assert sorted(contents(one)) == sorted(contents(out))
+    logs = [book.read_log(folder) for folder in (one, out)]
+    for mine, yours in zip(*logs, strict=True):
+        assert mine.keys() == yours.keys() and mine["step"] == yours["step"]
+        for name in mine.keys() & {"loss", "val_loss", "val_bleu"}:
+            assert math.isclose(mine[name], yours[name], abs_tol=1e-3)
+    written = json.loads((tmp_path / "written-1").read_text("utf-8"))
+    assert not [path for path in written if path.startswith(str(out))]
+
+
 # --------------------------------------------------------------- one gradient
 
 

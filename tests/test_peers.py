@@ -22,6 +22,8 @@ import peers  # noqa: E402
 import run  # noqa: E402
 import training  # noqa: E402
 
+import data  # noqa: E402
+
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -147,9 +149,11 @@ def test_a_peer_with_other_weights_is_found_out():
     needed("transformers")
     model = lively()
     twin, src = peers.marian(model), sources(12, 6)
+    ours = book.greedy(model, src, extra=9)
+    assert peers.marian_writes(twin, src, extra=9) == ours
     with torch.no_grad():
-        twin.model.decoder.layers[1].fc2.bias += 0.5
-    assert peers.marian_writes(twin, src, extra=9) != book.greedy(model, src)
+        twin.model.decoder.layers[1].fc2.weight.neg_()
+    assert peers.marian_writes(twin, src, extra=9) != ours
 
 
 def test_marian_refuses_pre_norm():
@@ -281,6 +285,21 @@ def test_a_benchmark_says_at_once_what_it_cannot_use(tmp_path, capsys):
         with pytest.raises(SystemExit):
             run.main(wrong)
         assert told in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_price_of_a_corpus_is_measured(tmp_path):
+    """Twice: the second start finds it encoded."""
+    data.synthesize(tmp_path, 2000)
+    first, second = (data.fresh(tmp_path, 500) for _ in range(2))
+    assert first["pairs"] == second["pairs"] == 2000
+    assert first["tokens"] == second["tokens"] > 2 * 2000
+    assert first["seconds"]["encode"] > second["seconds"]["encode"]
+    assert first["seconds"]["learn"] > second["seconds"]["learn"]
+    assert 50 < first["peak_megabytes"] < 4000
+    assert first["megabytes_on_disk"] == (
+        (tmp_path / "pairs.pt").stat().st_size / 1e6
+    )
 
 
 def test_a_ratio_of_speeds_is_that_of_the_rounds():

@@ -82,6 +82,45 @@ def test_a_model_without_a_log_is_not_published(tmp_path):
     assert not args.folder.exists()
 
 
+@pytest.mark.parametrize(
+    "more, said",
+    [
+        (dict(before="misspelt"), "misspelt.json is not there"),
+        (dict(of=["multi30k-de-en", "misspelt"]), "misspelt.json is not"),
+        (dict(device="an NVIDIA H200"), "number of cores"),
+    ],
+)
+def test_what_a_result_can_not_be_is_said_at_once(more, said, monkeypatch):
+    """Else the tables would stumble over it later."""
+    monkeypatch.setattr(book, "measure", lambda *_: pytest.fail("measured"))
+    facts = dict(run=MODEL, of=None, before=None, device="two cores of a")
+    with pytest.raises(SystemExit, match=said):
+        results.record(SimpleNamespace(**facts | more))
+
+
+def test_runs_that_are_collected_again_take_their_old_place(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    run = shutil.copytree(MODEL, tmp_path / "levers" / "plain-0")
+    (run / "options.txt").write_text("", encoding="utf-8")
+    args = SimpleNamespace(
+        folder=run.parent, add=True, commit="c", device="d", corpus=""
+    )
+    with pytest.raises(SystemExit, match="--add to what"):
+        results.levers(args)
+    args.add = False
+    results.levers(args)
+    first = (tmp_path / "levers.json").read_bytes()
+    args.add = True
+    results.levers(args)
+    assert (tmp_path / "levers.json").read_bytes() == first
+    shutil.copytree(run, run.with_name("plain-1"))
+    results.levers(args)
+    runs = json.loads((tmp_path / "levers.json").read_text("utf-8"))["runs"]
+    assert [row["seed"] for row in runs] == [0, 1]
+
+
 @pytest.mark.parametrize("chosen", [None, (8, 0.1)])
 def test_only_the_models_named_are_read_back(tmp_path, monkeypatch, chosen):
     """Another one of the same languages keeps its figures."""
@@ -152,7 +191,7 @@ def test_each_result_says_where_it_comes_from(path):
     facts = json.loads(path.read_text(encoding="utf-8"))
     for stage in results.stages(facts):
         assert stage["command"].startswith(COMMANDS)
-        assert stage["minutes"] > 0
+        assert stage["minutes"] > 0 and stage["steps"] > 0
         assert stage["seed"] == stage["recipe"]["seed"]
         assert len(stage["commit"]) >= 7 and stage["device"]
     assert len(facts["commit"]) >= 7 and facts["device"]
@@ -161,6 +200,7 @@ def test_each_result_says_where_it_comes_from(path):
         assert facts["command"].count("--model") == len(facts["mean_of"])
     for part in ("val", results.TEST):
         measured = facts[part]
+        assert measured["parameters"] > 1e6
         assert "case:lc" in measured["signature"]
         assert "tok:13a" in measured["signature"]
         assert measured["sentences"] == {"val": 1014}.get(part, 1000)
@@ -177,6 +217,7 @@ def test_a_published_model_is_small_and_only_tensors(folder):
     facts = book.load_description(folder)
     assert facts["corpus"] == "multi30k"
     src, tgt = facts["languages"]
+    assert folder.name in SAYINGS
     assert folder.name.removesuffix("-more") == f"model-{src}-{tgt}"
     assert (folder / "README.md").is_file()
 
@@ -190,6 +231,8 @@ def test_a_card_names_the_whole_training(folder):
     [result] = [result for result in facts if result["command"] == last]
     places = [card.index(s["command"]) for s in results.stages(result)]
     assert places == sorted(places)
+    for words in ("research and education", "**Limits.**", "**Scores"):
+        assert words in card
 
 
 def stage(name, steps, minutes, **more):

@@ -391,7 +391,7 @@ def test_with_bpe_dropout_a_change_between_epochs_is_noticed(
     exchange(folder / "train.de", b"e", b"a")
     with pytest.raises(InputError, match="changed") as caught:
         pairs.anew(translator, cut)
-    named = f"{folder}: train.de changed while training on it; "
+    named = f"{folder}: train.de changed while it was read; "
     assert named in str(caught.value) and "--resume" in str(caught.value)
 
 

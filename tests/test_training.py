@@ -2,6 +2,8 @@
 
 import itertools
 import math
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -518,8 +520,22 @@ def test_an_average_of_16_bit_weights_loses_nothing(kind):
 # Devices
 
 
-def test_the_device_is_picked_and_can_be_set():
-    assert book.pick_device().type in ("cuda", "mps", "cpu")
+@pytest.mark.parametrize(
+    "cuda, mps, best",
+    [
+        (True, True, "cuda"),
+        (True, False, "cuda"),
+        (False, True, "mps"),
+        (False, False, "cpu"),
+    ],
+)
+def test_the_best_device_is_picked(cuda, mps, best, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
+    assert book.pick_device().type == best
+
+
+def test_the_device_can_be_set():
     assert book.pick_device("cpu") == torch.device("cpu")
     assert book.pick_device("cpu:9") == torch.device("cpu")  # there is one
 
@@ -538,6 +554,13 @@ def test_of_the_list_of_kernels_that_torch_gives_one_line_is_told(
     monkeypatch.setattr(torch, "zeros", fail)
     with pytest.raises(InputError, match=r"'mps' here \(no such kernel\);"):
         book.pick_device("mps")
+
+
+def test_the_load_of_a_gpu_is_told(monkeypatch):
+    gpu = SimpleNamespace(id=0, load=0.37, memoryUsed=812.0)
+    fake = SimpleNamespace(getGPUs=lambda: [gpu, gpu])
+    monkeypatch.setitem(sys.modules, "GPUtil", fake)
+    assert book.gpu_load() == "GPU 0 37%, 812 MB, GPU 0 37%, 812 MB"
 
 
 def test_no_gpu_no_load():

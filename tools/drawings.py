@@ -4,7 +4,7 @@ python tools/drawings.py          write them
 python tools/drawings.py --check  fail where one is not what the code makes
 
 Colours are classes alone. A picture in a file is styled for light ground;
-a page that takes it in drops its style and writes `css()` in its place.
+a page that takes it in drops its style, and makes rules of `COLOURS`.
 """
 
 import argparse
@@ -131,7 +131,8 @@ class Drawing:
 
     def text(self, x, y, words, kind="d-ink", size=15, at="middle", **more):
         """Write words; `code`, _{low} and ^{high} are understood."""
-        inner, shift, long = "", 0, text_width(words, size)
+        inner, shift = "", 0
+        long = text_width(words, size, "font_weight" in more)
         start = x - long * {"start": 0, "middle": 0.5, "end": 1}[at]
         room = 8 <= start <= self.size[0] - long - 8
         if not room and "transform" not in more:

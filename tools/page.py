@@ -91,13 +91,15 @@ def output(out, cell, prose):
     """Return one output of a cell: a chart, an image or text."""
     data = out.get("data", {})
     for kind, spec in data.items():
-        if kind.startswith(CHART):
+        if kind.startswith(CHART) and "image/png" in data:
             return chart(spec, data["image/png"], cell, prose)
     if table := data.get("text/markdown"):
         return prose.markdown.render(table)
     if png := data.get("image/png"):
         return f"<figure>{image(png, data['text/plain'])}</figure>\n"
-    return printed(out.get("text") or data.get("text/plain", ""))
+    if "text" not in out and "text/plain" not in data:
+        sys.exit(f"the page can't show what this cell gives:\n{cell.source}")
+    return printed(out.get("text") or data["text/plain"])
 
 
 REPORTS = {  # how a line begins that reports something, and its class

@@ -7,7 +7,7 @@ import re
 import runpy
 import sys
 import xml.etree.ElementTree as ET
-from html import escape
+from html import escape, unescape
 from pathlib import Path
 
 from latex2mathml.converter import convert
@@ -38,7 +38,7 @@ ASIDE = re.compile(
 
 def plain(text):
     """Return the text of some HTML."""
-    return re.sub(r"<[^>]+>", "", text)
+    return unescape(re.sub(r"<[^>]+>", "", text))
 
 
 def scrolling(inner, kind):
@@ -76,7 +76,7 @@ def mathml(tex, display="block"):
     text = convert(tex.strip(), display=display)
     text = re.sub(
         rf"<mrow>({letters})</mrow>",
-        lambda match: f"<mi>{plain(match[1])}</mi>",
+        lambda match: f"<mi>{escape(plain(match[1]), quote=False)}</mi>",
         text,
     )
     text = re.sub(r"<mo>([a-z]{2,})</mo>", r"<mi>\1</mi>", text)
@@ -164,9 +164,12 @@ class Prose:
         text = self.markdown.renderer.render(
             [inline], self.markdown.options, {}
         )
-        token.meta["text"] = text
-        token.meta["id"] = self.name(text)
-        self.headings.append((int(token.tag[1]), token.meta["id"], text))
+        level, label = int(token.tag[1]), text
+        if text == "Exercises":  # many sections have them
+            above = (found for found in self.headings if found[0] < level)
+            label = f"{[*above][-1][2]}: {text}"
+        token.meta |= {"text": text, "label": label, "id": self.name(label)}
+        self.headings.append((level, token.meta["id"], text))
         numbers = NUMBERED.match(text)
         for number in re.findall(NUMBER, numbers[1]) if numbers else ():
             self.sections.setdefault(number, token.meta["id"])
@@ -182,7 +185,8 @@ class Prose:
                 self.refine(before, token, kept)
             elif token.type.startswith("blockquote"):
                 token.tag = "div"
-                token.attrs = {"class": "note", "role": "note"}
+                if token.nesting == 1:
+                    token.attrs = {"class": "note", "role": "note"}
         return self.markdown.renderer.render(
             kept, self.markdown.options, {}
         ).strip()
@@ -259,7 +263,7 @@ class Prose:
         """End a heading and put the link to it beside it."""
         if token.tag == "h1":
             return "</h1>\n"
-        name, text = token.meta["id"], escape(plain(token.meta["text"]))
+        name, text = token.meta["id"], escape(plain(token.meta["label"]))
         return (
             f'</{token.tag}><a class="anchor" href="#{name}"'
             f' aria-label="Link to “{text}”">#</a></div>\n'
@@ -299,7 +303,13 @@ class Prose:
             source = f"images/{label.lower()}.svg"
         if not words:
             sys.exit(f"{source}: the picture needs a description")
-        html = scrolling(picture(source, words), "drawing")
+        html, told = picture(source, words)
+        html = scrolling(html, "drawing")
+        if told:
+            html += (
+                "<details><summary>The picture in words</summary>"
+                f"<p>{escape(told)}</p></details>"
+            )
         if caption := token.attrs.get("title"):
             html += f"<figcaption>{escape(caption)}</figcaption>"
         return f'<figure class="picture">{html}</figure>\n'
@@ -385,9 +395,12 @@ def set_aside(opening, token, kept):
 
 
 def picture(source, words):
-    """Return a picture as HTML: a file's drawing, or an image as it is."""
+    """Return a picture as HTML, and what there is to tell of it in words.
+
+    That is a file's drawing, or an image as it is.
+    """
     if source.startswith("data:"):
-        return f'<img alt="{escape(words)}" src="{source}">'
+        return f'<img alt="{escape(words)}" src="{source}">', ""
     path = ROOT / source
     if not path.is_file():
         sys.exit(f"{source} is missing; tools/drawings.py draws it")
@@ -395,9 +408,13 @@ def picture(source, words):
 
 
 def drawing(data, words):
-    """Return an SVG for use in a page, without its own colours and title."""
+    """Return an SVG for use in a page, and its own description.
+
+    It is without its own colours and title.
+    """
     ET.register_namespace("", SVG)
     svg = ET.fromstring(data)
+    told = svg.findtext(f"{{{SVG}}}desc", "").removeprefix(words).strip()
     for parent in list(svg.iter()):
         for child in list(parent):
             if child.tag.rpartition("}")[2] in ("style", "title", "desc"):
@@ -405,13 +422,11 @@ def drawing(data, words):
     for name in ("aria-labelledby", "aria-describedby"):
         svg.attrib.pop(name, None)
     svg.attrib |= {"role": "img", "aria-label": words}
-    return ET.tostring(svg, encoding="unicode")
+    return ET.tostring(svg, encoding="unicode"), told
 
 
 def drawing_colours():
     """Return the rules that colour the drawings, light and dark."""
-    if not DRAWINGS.exists():
-        return ""
     rules = ""
     for name, properties in runpy.run_path(DRAWINGS)["COLOURS"].items():
         rules += f".picture .{name} {{"

@@ -125,6 +125,11 @@ def mean_facts(run, names):
 def record(args):
     """Evaluate on validation and, last, on the test set; write both."""
     run = Path(args.run)
+    for name in [*(args.of or []), *[args.before] * bool(args.before)]:
+        if read(name) is None:
+            sys.exit(f"results/{name}.json is not there")
+    if args.device.split()[:1] not in (["one"], ["two"]):
+        sys.exit("--device begins with one or two, the number of cores")
     translator = book.load_translator(run)
     if args.reverse:
         translator = translator.reversed()
@@ -314,15 +319,16 @@ def averaging(args):
 
 def levers(args):
     """Collect validation scores of short runs: FOLDER/NAME-SEED/."""
-    rows = []
+    rows, earlier = [], []
     if args.add:
-        before = read("levers")
+        if (before := read("levers")) is None:
+            sys.exit("--add to what? results/levers.json is not there")
         if (before["commit"], before["device"]) != (args.commit, args.device):
             sys.exit(
                 f"levers.json is of commit {before['commit']}, on "
                 f"{before['device']}: runs of another can't be compared"
             )
-        rows = before["runs"]
+        earlier = before["runs"]
     for run in sorted(Path(args.folder).iterdir()):
         if not (run / "model.json").exists():
             continue
@@ -347,6 +353,8 @@ def levers(args):
             one, _ = book.measure(translator, pairs, beam=1)
             row["val_bleu"], row["val_loss"] = one["bleu"], one["loss"]
         rows.append(row)
+    new = {(row["lever"], row["seed"]) for row in rows}
+    rows += [r for r in earlier if (r["lever"], r["seed"]) not in new]
     rows.sort(key=lambda row: (row["lever"], row["seed"]))
     facts = {"commit": args.commit, "device": args.device, "runs": rows}
     write_json(RESULTS / "levers.json", facts)
@@ -528,6 +536,9 @@ def voting(args):
     for folder in args.models:
         translator = book.load_translator(Path(folder))
         way, name = (translator.src, translator.tgt), Path(folder).name
+        recipe = book.load_description(Path(folder)).get("recipe")
+        if recipe is None:
+            sys.exit(f"{folder}: a mean of models has no seed of its own")
         parts = ["val"]
         if args.chosen:  # on validation only if it had no part in the choice
             parts = [TEST] if (name, 4, None) in rows else ["val", TEST]
@@ -555,10 +566,9 @@ def voting(args):
                     plain = plain or outputs
                     if args.chosen and outputs is not plain:
                         row[part]["p"] = paired_p(outputs, plain, references)
-        seed = book.load_description(Path(folder))["recipe"]["seed"]
         for (model, *_), row in rows.items():
             if model == name:
-                row["seed"] = seed
+                row["seed"] = recipe["seed"]
     facts["rows"] = [*rows.values()]
     settings = {"commit": args.commit, "device": args.device}
     what = f"{TEST if args.chosen else 'val'} measured"
@@ -828,7 +838,10 @@ def voting_table():
     for row in rows:
         if (RESULTS / row["model"]).exists():  # these had a part in the choice
             key = row["beam"], row["power"]
-            cells.setdefault(key, {})[row["direction"]] = row["val"]
+            found = cells.setdefault(key, {})
+            if row["direction"] in found:
+                sys.exit(f"voting.json: two models of {row['direction']}")
+            found[row["direction"]] = row["val"]
     pairs = sorted(next(iter(cells.values()), {}))
     lines = [
         f"| beam | τ | {' | '.join(f'{pair} | chrF' for pair in pairs)} |",
@@ -1071,6 +1084,8 @@ WRITTEN = WRITTEN, f"{WRITTEN}-s1", f"{WRITTEN}-s2"  # three from one beginning
 ANEW = "multi30k-en-de-tiny-written-text"
 ANEW = ANEW, f"{ANEW}-s1", f"{ANEW}-s2"  # and three from random weights
 WIDE = tuple(f"{ANEW[0]}-wide{seed}" for seed in ("", "-s1", "-s2"))
+WIDE_FR = "multi30k-en-fr-written-text-wide"
+WIDE_FR = WIDE_FR, f"{WIDE_FR}-s1"
 GAINS = [  # (what is changed, the result, that which it is compared with)
     ("10,000 pieces, not 5,000", "pieces-en-de", "multi30k-en-de"),
     ("the same, 4,000 updates fewer", "multi30k-en-fr-10k", "multi30k-en-fr"),
@@ -1105,11 +1120,11 @@ GAINS = [  # (what is changed, the result, that which it is compared with)
     ("third line, then diversified text",
      "multi30k-en-fr-written-by-models", "multi30k-en-fr-tiny-s2"),
     ("fifth line, but anew, a width of 256",
-     "multi30k-en-fr-written-text-wide", "multi30k-en-fr-written-by-models"),
+     WIDE_FR, "multi30k-en-fr-written-by-models"),
     ("sixth line, then text anew, by it too",
-     "diversified-once-more-en-fr", "multi30k-en-fr-written-text-wide"),
+     "diversified-once-more-en-fr", WIDE_FR[0]),
     ("sixth line, then the real pairs alone",
-     "real-at-last", "multi30k-en-fr-written-text-wide"),
+     "real-at-last", WIDE_FR[0]),
 ]  # fmt: skip
 
 

@@ -7,7 +7,6 @@
   const all = (selector, within = document) => [
     ...within.querySelectorAll(selector),
   ];
-  const narrow = matchMedia("(max-width: 43rem)");
   const dark = matchMedia("(prefers-color-scheme: dark)");
   const isDark = () =>
     root.dataset.theme === "dark" ||
@@ -57,12 +56,21 @@
   function open(yes) {
     side.classList.toggle("open", yes);
     opener.setAttribute("aria-expanded", yes);
+    const link = yes && one('nav [aria-current="true"]');
+    if (!link) return;
+    const box = one(".drawer");
+    const place = box.getBoundingClientRect();
+    box.scrollTop +=
+      link.getBoundingClientRect().top - place.top - place.height / 3;
   }
   opener.addEventListener("click", () => {
     open(!side.classList.contains("open"));
   });
   side.addEventListener("click", (event) => {
     if (event.target.closest("nav a, .book")) open(false);
+  });
+  side.addEventListener("focusout", ({ relatedTarget }) => {
+    if (relatedTarget && !side.contains(relatedTarget)) open(false);
   });
   document.addEventListener("keydown", (event) => {
     if (event.key === "Escape" && side.classList.contains("open")) {
@@ -203,6 +211,9 @@
     });
     before?.place?.remove();
     before?.finalize?.();
+    for (const name of ["role", "aria-roledescription", "aria-label"]) {
+      place.removeAttribute(name); // the picture has them, its switches not
+    }
     const svg = one("svg", place);
     svg.setAttribute("role", "img");
     svg.setAttribute("aria-label", picture.alt);
@@ -222,7 +233,15 @@
   );
   all("figure.chart").forEach((figure) => near.observe(figure));
   const redraw = () => [...drawn.keys()].forEach(draw);
-  narrow.addEventListener("change", redraw);
+  let room = one("main").clientWidth;
+  let later;
+  const resized = new ResizeObserver(([{ target }]) => {
+    if (target.clientWidth === room) return;
+    room = target.clientWidth;
+    clearTimeout(later);
+    later = setTimeout(redraw, 200);
+  });
+  resized.observe(one("main"));
 
   // Light and dark: the reader's system decides, unless the reader does.
   dark.addEventListener("change", redraw);
