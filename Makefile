@@ -30,7 +30,8 @@ bench: $(STAMP)  ## measure speed against the peers; options: make bench ARGS="-
 
 claims: $(STAMP)  ## examine the paper's claims in their long form, into results/
 	$(PY) annotated_transformer.py claims --full --out results/claims.json \
-	    --commit "$$(git describe --always --dirty --exclude '*')" $(ARGS)
+	    --commit "$$(git rev-parse --short HEAD)$$(git diff --quiet HEAD -- \
+	    . ':!results' || echo -dirty)" $(ARGS)
 
 run: $(STAMP)  ## run the book as a script; options: make run ARGS="--help"
 	$(PY) annotated_transformer.py $(ARGS)

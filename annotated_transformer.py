@@ -12552,8 +12552,8 @@ def bigger_is_better(measure="BLEU"):
                     f"({found[large]})"
                 )
     return not falls, (
-        f"by the paper's numbers {measure} gets better with each step up, "
-        f"but for: {'; '.join(falls) or 'none'}"
+        f"by the paper's numbers {measure} gets better with each step up"
+        + (f", but for that {'; '.join(falls)}" if falls else "")
     )
 
 
