@@ -4,7 +4,7 @@
 # In 2017 eight researchers described a network for translation that has no
 # recurrence and no convolution, only attention: Vaswani et al., *Attention Is
 # All You Need* ([arXiv:1706.03762](https://arxiv.org/abs/1706.03762)). (We
-# follow the version on arXiv of December 2017 or later; the one in the
+# follow the fifth version on arXiv, or a later one; the one in the
 # conference's proceedings lacks Section 6.3 and the pictures of attention.)
 # Nearly every large language model since then is built from its parts.
 #
@@ -18464,13 +18464,13 @@ def share(batch, rank, number):
 # %% [markdown]
 # **What the mean gets wrong.** The loss is one *per token*, and shares of as
 # many sentences differ in tokens. Say one process has 30 tokens with a loss of
-# 2 each, and the other has 10 with 4 each. The mean over all tokens is (30 · 2
-# + 10 · 4) / 40 = 2.5. If each takes its own mean and the two are averaged, as
-# is often done, it is (2 + 4) / 2 = 3: the ten tokens of the second process
-# count three times as much as those of the first. The same happens to the
-# gradients. It is the slip of accumulation once more, and the cure is the
-# same: each divides by the tokens of *all*, and then we add. Since all know
-# the whole batch, nobody has to ask how many those are.
+# 2 each, and the other has 10 with 4 each. Over all 40 tokens it is 2.5 in the
+# mean, (30 · 2 + 10 · 4) / 40. If each takes its own mean and the two are
+# averaged, as is often done, it is (2 + 4) / 2 = 3: the ten tokens of the
+# second process count three times as much as those of the first. The same
+# happens to the gradients. It is the slip of accumulation once more, and the
+# cure is the same: each divides by the tokens of *all*, and then we add. Since
+# all know the whole batch, nobody has to ask how many those are.
 
 
 # %%

@@ -308,9 +308,8 @@ def test_the_contents_follow_the_reader(desk):
 
 
 def test_among_exercises_the_contents_show_their_section(desk):
-    desk.evaluate(
-        "document.querySelector('#3-2-3-applications-of-attention-in-our-model-exercises').scrollIntoView()"
-    )
+    name = "3-4-embeddings-and-softmax-exercises"
+    desk.locator(f'[id="{name}"]').evaluate("it => it.scrollIntoView()")
     desk.wait_for_selector(
         'nav a[href="#3-4-embeddings-and-softmax"][aria-current]'
     )
