@@ -1,5 +1,6 @@
 """Programs of others, given our weights, compute and write what ours does."""
 
+import importlib
 import json
 import platform
 import sys
@@ -21,8 +22,6 @@ import machine  # noqa: E402
 import peers  # noqa: E402
 import run  # noqa: E402
 import training  # noqa: E402
-
-import data  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -290,6 +289,7 @@ def test_a_benchmark_says_at_once_what_it_cannot_use(tmp_path, capsys):
 @pytest.mark.slow
 def test_the_price_of_a_corpus_is_measured(tmp_path):
     """Twice: the second start finds it encoded."""
+    data = importlib.import_module("data")  # readers have a folder data
     data.synthesize(tmp_path, 2000)
     first, second = (data.fresh(tmp_path, 500) for _ in range(2))
     assert first["pairs"] == second["pairs"] == 2000
