@@ -5769,16 +5769,16 @@ def learning_rate_curves():
 #
 # **Asked often:** why warm up, and how to set it for small batches? The paper
 # does not say why. Post-norm is easily upset at the start (*Post-norm against
-# pre-norm, measured*), and Adam's running mean of squares has, so another Liu
-# et al. (2020b), seen too few gradients to be divided by safely. (But Xiong et
-# al., 2020, saw plain gradient descent need a warm-up as well.) So the first
-# steps had better be small. A smaller batch has a noisier gradient, and the
-# same model then bears only a lower peak. A smaller model bears a higher one:
-# base peaks at 0.0007, but the copy task at 0.0088, the generated corpus at
-# 0.0022 and the captions at 0.005. The peak is factor / √(D · w): to halve it,
-# make w four times as large or the factor half. Count w in updates, not
-# epochs, and watch the loss: one that falls and then jumps back to where it
-# began wants a lower peak or a longer w.
+# pre-norm, measured*), and Adam's running mean of squares has seen too few
+# gradients to be divided by safely, says another Liu et al. (2020b). (But
+# Xiong et al., 2020, saw plain gradient descent need a warm-up as well.) So
+# the first steps had better be small. A smaller batch has a noisier gradient,
+# and the same model then bears only a lower peak. A smaller model bears a
+# higher one: base peaks at 0.0007, but the copy task at 0.0088, the generated
+# corpus at 0.0022 and the captions at 0.005. The peak is factor / √(D · w): to
+# halve it, make w four times as large or the factor half. Count w in updates,
+# not epochs, and watch the loss: one that falls and then jumps back to where
+# it began wants a lower peak or a longer w.
 #
 # #### Exercises
 #
@@ -12506,9 +12506,8 @@ FOUND_IN_TABLE_3 = {
 }
 
 # %% [markdown]
-# What the text concludes from them can be followed, too. (A row of the table
-# is one trained model, with one seed. So a difference of 0.2 BLEU may be
-# chance.)
+# What the text concludes from them can be followed, too. (It names no second
+# run of any row, so a few tenths of BLEU may be chance.)
 
 
 # %% tags=["claim"]
@@ -12978,10 +12977,10 @@ def variations_in_small():
 # threads may overturn it. `make claims` takes eight seeds and 300 updates.
 # There, all that makes the model narrower makes it worse, as in the paper; of
 # one head and one layer it can't tell (in the paper one head costs 0.9 BLEU,
-# and two layers of six are left with 2.1 less), whatever stands above. Our
-# guess: here each word looks at one place and one neighbour, which leaves more
-# heads or layers little to do. A toy shows how to find out, not what holds for
-# a real language.
+# and two layers instead of six cost 2.1), whatever stands above. Our guess:
+# here each word looks at one place and one neighbour, which leaves more heads
+# or layers little to do. A toy shows how to find out, not what holds for a
+# real language.
 #
 # Rows (D). Dropout is to help against learning by heart, so let there be
 # little to learn from: 100 pairs. (With 2,000 it should be in the way.) From
@@ -19181,11 +19180,10 @@ def speaks_for_all(store):
 # between models that are equally good. Here p = 0.004: one time in 250. (For
 # the 0.2 on validation it is 0.21, one time in five, which is no rare thing.)
 # So other *sentences* would hardly have done it. Of other *seeds* that test
-# knows nothing, and here the recipe is the same; what differs is the seed, but
-# also the machine, the commit, and the width of the products' factors. So
-# whoever compares two recipes by one run each may find, with a small p, a
-# difference that is none. In *The levers, measured*, too, each p is of this
-# kind.
+# knows nothing, and here the recipe is the same, but with the seed the
+# machine, the commit and the width of the products' factors differ. So whoever
+# compares two recipes by one run each may find, with a small p, a difference
+# that is none. In *The levers, measured*, too, each p is of this kind.
 #
 # **Published results**, trained from scratch on the same pairs without images:
 # 41.0 for English-German and 61.8 for English-French (Wu et al., 2021, the

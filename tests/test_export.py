@@ -334,7 +334,6 @@ def test_in_8_bits_too_a_batch_is_decoded_like_each_sentence_alone():
 def test_in_8_or_16_bits_the_validation_set_loses_less_than_half_a_point(
     data,
 ):
-    """(0.0 and 0.1 where it was tried; a point shows in 200 of its pairs.)"""
     part = str(data / "multi30k"), "val"
     sources, references = zip(*book.corpus_part(*part, "de", "en"))
     scores = {}
