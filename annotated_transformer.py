@@ -19684,16 +19684,16 @@ def speaks_for_all(store):
 # `results/model-fr-en` with the settings that other models had chosen (a beam
 # of eight, λ = 0.1; *Reading back*, below), seed 0 has 60.7 and 62.3 (p = 0.2
 # and 0.02), and seed 1 60.9 and 62.1. What comes of the width, and what of a
-# text that better models wrote, these runs can't tell. It is as large as the
-# German one, and not published either.
+# text that better models wrote, these runs can't tell. They are as large as
+# the German ones, and not published either.
 #
-# **And on from there, to French?** The sixth line and the French-English model
-# wrote the text anew, 87,000 pairs in five minutes (`diversify` with `--model`
-# for either), and the sixth line went on with it for 1,900 updates (33
-# minutes; `--preset tiny --batch-tokens 8192 --half --decay linear --warmup
-# 300 --factor 0.45 --ema 0.999 --save-every 190`; seed 0, commit `a76127f`;
-# `results/diversified-once-more-en-fr.json`). Greedily it has 60.2 before,
-# 59.4 after 380 updates and 60.1 at the end; the mean of the last five
+# **And on from there, to French?** Seed 0 of the sixth line and the
+# French-English model wrote the text anew, 87,000 pairs in five minutes
+# (`diversify` with `--model` for either), and seed 0 went on with it for 1,900
+# updates (33 minutes; `--preset tiny --batch-tokens 8192 --half --decay linear
+# --warmup 300 --factor 0.45 --ema 0.999 --save-every 190`; seed 0, commit
+# `a76127f`; `results/diversified-once-more-en-fr.json`). Greedily it has 60.2
+# before, 59.4 after 380 updates and 60.1 at the end; the mean of the last five
 # checkpoints, which was kept, has 60.2. With the beam it is 60.2, after 60.6
 # (p = 0.06), so the test set was left alone. (The models that gained on both
 # sets by going on had learned from the real pairs alone before. This one had
@@ -19701,9 +19701,9 @@ def speaks_for_all(store):
 #
 # **At last the real pairs alone?** What models write is plainer than what
 # people do. So the last updates, one might think, should be of people's text.
-# The sixth French line went on with the 29,000 real pairs at a low rate
-# (`--corpus multi30k --from` its model, `--preset tiny --batch-tokens 8192
-# --half --decay linear --warmup 100 --factor 0.1 --ema 0.998 --steps 600
+# Seed 0 of the sixth French line went on with the 29,000 real pairs at a low
+# rate (`--corpus multi30k --from` its model, `--preset tiny --batch-tokens
+# 8192 --half --decay linear --warmup 100 --factor 0.1 --ema 0.998 --steps 600
 # --save-every 100`; ten minutes, seed 0, commit `a76127f`;
 # `results/real-at-last.json`). The loss of real sentences falls, from 1.060 to
 # 1.034. BLEU does not rise: greedily it is 60.2 before, 60.0 after 100
