@@ -193,6 +193,7 @@ import functools
 import gzip
 import hashlib
 import http.client
+import importlib
 import io
 import itertools
 import json
@@ -8172,7 +8173,8 @@ class TrainingLinear(nn.Linear):
 class OneDnnLinear(TrainingLinear):
     """nn.Linear, in training with `OneDnnProduct`."""
 
-    multiply = OneDnnProduct.apply
+    def multiply(self, x, weight, bias):
+        return OneDnnProduct.apply(x, weight, bias)
 
 
 # %% [markdown]
@@ -8241,7 +8243,8 @@ class HalfProduct(torch.autograd.Function):
 class HalfLinear(TrainingLinear):
     """nn.Linear, in training with `HalfProduct`."""
 
-    multiply = HalfProduct.apply
+    def multiply(self, x, weight, bias):
+        return HalfProduct.apply(x, weight, bias)
 
 
 # %% [markdown]
@@ -8385,38 +8388,54 @@ def half_pays(device):
 
 
 # %%
+def queries_keys_values(x, memory):
+    """Three of (B, T, D), from what `project` joined."""
+    if memory is None:  # x (B, T, 3·D)
+        return x.chunk(3, dim=-1)
+    return x, *memory.chunk(2, dim=-1)  # memory (B, S, 2·D)
+
+
 class FusedAttention(MultiHeadAttention):
     """MultiHeadAttention, with joined products in training."""
 
     def project(self, x, *maps):
-        """(B, T, D) through several linear maps at once -> (B, H, T, K) …"""
+        """(B, T, D) through n linear maps at once -> (B, T, n·D)"""
         weight = torch.cat([linear.weight for linear in maps])
         if isinstance(maps[0], TrainingLinear):
             y = maps[0].multiply(x, weight, None)
         else:
             y = F.linear(x, weight)
-        if y.is_cuda and isinstance(maps[0], HalfLinear):
-            y = y.bfloat16()  # it was rounded just now
-        return map(self.split, y.chunk(len(maps), dim=-1))
+        on_gpu = y.is_cuda and isinstance(maps[0], HalfLinear)
+        return y.bfloat16() if on_gpu else y  # it was rounded just now
 
     def forward(self, query, key, value, mask=None):
         """query (B, T, D), key and value (B, S, D) -> (B, T, D)"""
         if not self.training or key is not value:
             return super().forward(query, key, value, mask)
         if query is key:
-            Q, K, V = self.project(query, self.W_Q, self.W_K, self.W_V)
+            x, memory = self.project(query, self.W_Q, self.W_K, self.W_V), None
         else:
-            [Q] = self.project(query, self.W_Q)
-            K, V = self.project(key, self.W_K, self.W_V)
-        if torch.compiler.is_compiling() and Q.is_cuda and K.size(2) <= 64:
-            heads, _ = attention(Q, K, V, mask, self.drop)  # to be joined
+            x = self.project(query, self.W_Q)
+            memory = self.project(key, self.W_K, self.W_V)
+        if self.has_kernel(x, memory, mask):  # see *Joined operations*
+            heads = short_attention(x, memory, mask, self.h)
         else:
+            Q, K, V = map(self.split, queries_keys_values(x, memory))
             heads = F.scaled_dot_product_attention(
                 Q, K, V, attn_mask=mask, dropout_p=self.drop.p
             )  # (B, H, T, K)
-        heads = heads.to(query.dtype)
+            heads = heads.transpose(1, 2).flatten(-2)
         self.weights = None
-        return self.W_O(heads.transpose(1, 2).flatten(-2))  # (B, T, D)
+        return self.W_O(heads.to(query.dtype))  # (B, T, D)
+
+    def has_kernel(self, x, memory, mask):
+        """Whether `short_attention` can do it."""
+        longest = max(y.size(1) for y in (x, memory) if y is not None)
+        return (
+            x.is_cuda and x.dtype == torch.bfloat16 and triton is not None
+            and longest <= 64 and self.d_k in (16, 32, 64, 128)
+            and mask is not None and not self.drop.p
+        )  # fmt: skip
 
 
 # %% [markdown]
@@ -8791,6 +8810,215 @@ def compiled_gradient(model, half=False, dynamic=True):
 # %% [markdown]
 # `train --compile` uses it. On a processor it needs a C++ compiler, and
 # everywhere a minute or two to begin with.
+
+
+# %% [markdown]
+# **A kernel of our own.** On a GPU, too, what need not travel to memory should
+# not. torch's attention for GPUs is made for long texts, and takes 64 or 128
+# places at a time. A caption has some fifteen. All weights of one head over
+# one caption find room in the registers of the *threads* that a GPU lets work
+# together. So there can be a kernel that reads queries, keys and values once,
+# writes the heads once, and leaves nothing in memory for the way back, where
+# it computes the weights again. The joint product of queries, keys and values
+# it reads as it lies: no copy by heads. *Triton*, which comes with PyTorch for
+# NVIDIA's GPUs on Linux, makes kernels from functions in a subset of Python.
+# One call of such a function, a *program*, has a block of numbers for each
+# name, and here does one head of one text. (Without Triton these functions are
+# never called.)
+
+
+# %%
+def part_of_triton(name):
+    """A module of Triton, or None where there is no Triton."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None
+
+
+triton = part_of_triton("triton")
+tl = part_of_triton("triton.language")
+constexpr = tl.constexpr if tl else int  # known when a kernel is compiled
+
+
+def kernel(function):
+    """A function that Triton will make a kernel of, where there is Triton."""
+    return triton.jit(function) if triton else function
+
+
+@kernel
+def rows_at(start, step, n, N: constexpr, K: constexpr):
+    """n rows of K numbers, `step` apart, as (N, K), zeros after the last."""
+    row = tl.arange(0, N)[:, None]
+    return tl.load(start + row * step + tl.arange(0, K)[None, :], row < n, 0.0)
+
+
+@kernel
+def store_rows(start, step, n, x, N: constexpr, K: constexpr):
+    """Write the first n rows of x (N, K), `step` apart."""
+    row = tl.arange(0, N)[:, None]
+    tl.store(start + row * step + tl.arange(0, K)[None, :], x, row < n)
+
+
+@kernel
+def weights_in_block(
+    Q, K, mask, row_step, column_step, n, m, scale, N: constexpr, M: constexpr
+):
+    """The weights (N, M) of n queries over m keys, and what may be seen."""
+    row, column = tl.arange(0, N)[:, None], tl.arange(0, M)[None, :]
+    place = mask + row * row_step + column * column_step
+    seen = tl.load(place, (row < n) & (column < m), 0) != 0
+    scores = tl.dot(Q, tl.trans(K)) * scale
+    scores = tl.where(seen, scores, -3e38)  # where none is, all count alike
+    scores = tl.where(column < m, scores, float("-inf"))
+    powers = tl.exp(scores - tl.max(scores, 1)[:, None])
+    return powers / tl.sum(powers, 1)[:, None], seen
+
+
+# %% [markdown]
+# Forward. A program knows by its number which text and which head are its own.
+# `m_step` and the like are the distances between two rows in memory.
+
+
+# %%
+@kernel
+def attention_kernel(
+    queries, keys, values, mask, heads, n_step, m_step, mask_step, row_step,
+    column_step, n, m, scale, H, K: constexpr, N: constexpr, M: constexpr,
+):  # fmt: skip
+    """heads (n, K) of one text b and one head h."""
+    b, h = tl.program_id(0) // H, tl.program_id(0) % H
+    at_m = b * m * m_step + h * K  # where its keys and values begin
+    Q = rows_at(queries + b * n * n_step + h * K, n_step, n, N, K)
+    keys_here = rows_at(keys + at_m, m_step, m, M, K)
+    V = rows_at(values + at_m, m_step, m, M, K)
+    weights, _ = weights_in_block(
+        Q, keys_here, mask + b * mask_step, row_step, column_step, n, m, scale,
+        N, M,
+    )  # fmt: skip
+    found = tl.dot(weights.to(V.dtype), V)
+    store_rows(heads + (b * n * H + h) * K, H * K, n, found, N, K)
+
+
+# %% [markdown]
+# Backward. With A for the weights and G for the gradient at the heads, that at
+# V is AᵀG, and that at A is GVᵀ. Through the softmax a row of the latter
+# becomes A times what is left of it when its mean, weighted by A, is taken
+# away (where a score was masked, nothing). What comes out, times K and,
+# transposed, times Q, is the gradient at Q and at K.
+
+
+# %%
+@kernel
+def attention_kernel_back(
+    queries, keys, values, mask, gradient, at_queries, at_keys, at_values,
+    n_step, m_step, mask_step, row_step, column_step, n, m, scale, H,
+    K: constexpr, N: constexpr, M: constexpr,
+):  # fmt: skip
+    """The gradients at the queries, keys and values of one head of a text."""
+    b, h = tl.program_id(0) // H, tl.program_id(0) % H
+    at_n, at_m = b * n * n_step + h * K, b * m * m_step + h * K
+    Q = rows_at(queries + at_n, n_step, n, N, K)
+    keys_here = rows_at(keys + at_m, m_step, m, M, K)
+    V = rows_at(values + at_m, m_step, m, M, K)
+    weights, seen = weights_in_block(
+        Q, keys_here, mask + b * mask_step, row_step, column_step, n, m, scale,
+        N, M,
+    )  # fmt: skip
+    G = rows_at(gradient + (b * n * H + h) * K, H * K, n, N, K)
+    at_V = tl.dot(tl.trans(weights.to(G.dtype)), G)
+    store_rows(at_values + at_m, m_step, m, at_V, M, K)
+    at_weights = tl.dot(G, tl.trans(V))
+    mean = tl.sum(weights * at_weights, 1)[:, None]
+    at_scores = tl.where(seen, weights * (at_weights - mean) * scale, 0.0)
+    at_scores = at_scores.to(Q.dtype)
+    store_rows(
+        at_queries + at_n, n_step, n, tl.dot(at_scores, keys_here), N, K
+    )
+    at_K = tl.dot(tl.trans(at_scores), Q)
+    store_rows(at_keys + at_m, m_step, m, at_K, M, K)
+
+
+# %% [markdown]
+# Then PyTorch is told of it, as of an operation of its own: how to call it, of
+# what shape the result is (`torch.compile` asks, without computing), and what
+# its gradient is. The blocks have the next power of two of rows, which Triton
+# wants, and at least 16.
+
+
+# %% tags=["plumbing"]
+def launch(kernel, x, memory, mask, h, *results):
+    """Run a kernel for every head of every text; the arguments as below."""
+    Q, K, V = queries_keys_values(x, memory)
+    (B, n, D), m = Q.shape, K.size(1)
+    seen = mask.expand(B, 1, n, m)
+    steps = Q.stride(1), K.stride(1), *(seen.stride(i) for i in (0, 2, 3))
+    blocks = (max(16, 1 << (rows - 1).bit_length()) for rows in (n, m))
+    kernel[(B * h,)](
+        Q, K, V, seen, *results, *steps, n, m, (D // h) ** -0.5, h, D // h,
+        *blocks, num_warps=4,
+    )  # fmt: skip
+
+
+NAMESPACE = "annotated_transformer"
+
+
+@torch.library.custom_op(f"{NAMESPACE}::short_attention", mutates_args=())
+def short_attention(
+    x: torch.Tensor, memory: torch.Tensor | None, mask: torch.Tensor, h: int
+) -> torch.Tensor:
+    """Attention of h heads over at most 64 places, by a kernel.
+
+    x (B, T, 3·D): queries, keys and values; or x (B, T, D) and memory
+    (B, S, 2·D): queries, and keys and values. mask as in `attention`, of four
+    dimensions. Returns the heads, side by side (B, T, D).
+    """
+    x, memory = (y if y is None else y.contiguous() for y in (x, memory))
+    heads = x.new_empty(queries_keys_values(x, memory)[0].shape)
+    launch(attention_kernel, x, memory, mask, h, heads)
+    return heads
+
+
+@torch.library.custom_op(f"{NAMESPACE}::short_attention_back", mutates_args=())
+def short_attention_back(
+    gradient: torch.Tensor, x: torch.Tensor, memory: torch.Tensor | None,
+    mask: torch.Tensor, h: int,
+) -> list[torch.Tensor]:  # fmt: skip
+    """The gradients at x and memory, from that at the heads (B, T, D)."""
+    x, memory = (y if y is None else y.contiguous() for y in (x, memory))
+    found = [torch.empty_like(y) for y in (x, memory) if y is not None]
+    at_each = queries_keys_values(*found, *[None] * (memory is None))
+    launch(
+        attention_kernel_back, x, memory, mask, h, gradient.contiguous(),
+        *at_each,
+    )  # fmt: skip
+    return found
+
+
+@short_attention.register_fake
+def shape_of_heads(x, memory, mask, h):
+    *shape, width = x.shape
+    return x.new_empty(*shape, width // 3 if memory is None else width)
+
+
+@short_attention_back.register_fake
+def shapes_of_gradients(gradient, x, memory, mask, h):
+    return [y.new_empty(y.shape) for y in (x, memory) if y is not None]
+
+
+def keep_for_backward(ctx, inputs, output):
+    *tensors, ctx.h = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def short_attention_gradient(ctx, gradient):
+    found = short_attention_back(gradient, *ctx.saved_tensors, ctx.h)
+    return *found, *[None] * (4 - len(found))
+
+
+short_attention.register_autograd(
+    short_attention_gradient, setup_context=keep_for_backward
+)
 
 
 # %% [markdown]

@@ -3,6 +3,7 @@
 from functools import partial
 from pathlib import Path
 
+import kernel_cases
 import pytest
 import torch
 
@@ -61,6 +62,43 @@ def test_fast_form_gives_the_plain_gradients(norm_first):
     fast = gradients(book.fast(model), batch, in_slices)
     for one, two in zip(plain, fast):
         torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("own_rows", [False, True])
+@pytest.mark.parametrize("sizes", kernel_cases.SIZES)
+def test_the_kernel_computes_what_the_formula_does(sizes, own_rows):
+    kernel_cases.check_case(sizes, own_rows, "cuda", torch.bfloat16, 0.01)
+
+
+@pytest.mark.filterwarnings("ignore")  # those of torch.compile itself
+def test_the_kernel_is_an_operation_for_torch():
+    kernel_cases.check_operation("cuda", torch.bfloat16)
+    sizes = kernel_cases.SIZES[4]
+    kernel_cases.check_case(sizes, True, "cuda", torch.bfloat16, 0.01, True)
+
+
+def test_in_sixteen_bits_short_texts_use_the_kernel(monkeypatch):
+    """And the gradients are those of torch's own attention, but rounded."""
+    model, batch, calls = book.fast(a_model(), half=True), a_batch(), []
+    gradient = partial(book.backward_in_slices, half=True)
+    kernel = book.short_attention
+    monkeypatch.setattr(
+        book, "short_attention", lambda *x: calls.append(x) or kernel(*x)
+    )
+    ours = joined(gradients(model, batch, gradient)[1:])
+    assert len(calls) == 3 * model.config.N
+    monkeypatch.setattr(book.FusedAttention, "has_kernel", lambda *x: False)
+    theirs = joined(gradients(model, batch, gradient)[1:])
+    assert len(calls) == 3 * model.config.N
+    assert (ours - theirs).norm() < 0.05 * theirs.norm()
+
+
+@pytest.mark.filterwarnings("ignore")  # those of torch.compile itself
+@pytest.mark.parametrize("half", [False, True])
+def test_the_states_are_compiled_in_one_piece(half):
+    model, batch = book.fast(a_model(), half), a_batch()
+    found = torch._dynamo.explain(model.states)(batch.src, batch.read)
+    assert found.graph_count == 1, found.break_reasons
 
 
 def joined(found):

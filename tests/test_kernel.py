@@ -1,0 +1,39 @@
+"""The kernel for attention over short texts, where there is no GPU for it."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import annotated_transformer as book
+
+CASES = Path(__file__).parent / "kernel_cases.py"
+
+
+@pytest.mark.skipif(
+    not importlib.util.find_spec("triton"), reason="there is no Triton"
+)
+def test_by_the_interpreter_it_computes_what_the_formula_does():
+    done = subprocess.run(
+        [sys.executable, str(CASES)],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.endswith("the kernel computes what the formula does\n")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.filterwarnings("ignore")  # those of torch.compile itself
+@pytest.mark.parametrize("half", [False, True])
+def test_the_states_are_compiled_in_one_piece(half):
+    """Each break in a graph would leave operations to wait for memory."""
+    model = book.fast(book.tiny_model(), half).train()
+    src = torch.tensor([[5, 6, 7, book.EOS], [8, 9, book.EOS, book.PAD]])
+    found = torch._dynamo.explain(model.states)(src, src)
+    assert found.graph_count == 1
+    assert found.graph_break_count == 0, found.break_reasons
