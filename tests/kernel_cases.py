@@ -6,7 +6,6 @@ As a program it runs them all with Triton's interpreter, on the processor:
 """
 
 import sys
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -33,7 +32,11 @@ def by_the_formula(x, memory, mask, h):
 def a_case(sizes, own_rows, device, kind):
     """(x, memory, mask, h), and a gradient at the heads."""
     B, n, m, h, k = sizes
-    draw = partial(torch.randn, device=device, dtype=kind)
+
+    def draw(*shape):  # with rows of its own also in memory of another order
+        x = torch.randn(*shape, device=device, dtype=kind)
+        return x.mT.contiguous().mT if own_rows else x
+
     cross = n != m
     x = draw(B, n, (1 if cross else 3) * h * k).requires_grad_()
     memory = draw(B, m, 2 * h * k).requires_grad_() if cross else None

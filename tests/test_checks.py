@@ -249,6 +249,16 @@ SLIPS = {
         "at_b_1 = 0 * at_hidden.sum(0, dtype=whole.dtype)",
         "half_network_loses_no_more",
     ),
+    "an attention's gradient without its mean": (
+        "A * (at_A - (A * at_A).sum(-1, keepdim=True))",
+        "A * at_A",
+        "gradient_of_attention_by_hand",
+    ),
+    "an attention's gradient where nothing was seen": (
+        "at_scores * mask / math.sqrt(8)",
+        "at_scores / math.sqrt(8)",
+        "gradient_of_attention_by_hand",
+    ),
     "16 bits in use as well": (
         "            return super().forward(x)\n        return self.multiply",
         "            pass\n        return self.multiply",

@@ -1011,6 +1011,28 @@ def gpu_table():
     return lines
 
 
+def wider_table():
+    """Return how models of several widths do after as many updates."""
+    wider, step = read("gpu-wider-en-fr")["rows"], 4000
+    lines = [
+        "| width | text | greedy | with a beam of four |",
+        "|---|---|---|---|",
+    ]
+    for name in WIDE_FR:
+        run = read(name)
+        [bleu] = [at[2] for at in run["curve"] if at[0] == step]
+        what = f"{run['config']['d_model']}, seed {run['seed']}"
+        lines.append(f"| {what} | 87,000 pairs | {bleu:.1f} | – |")
+    for run in wider:
+        options = run["command"].split()
+        width = options[options.index("--d-model") + 1]
+        pairs = "145,000" if "en-fr-more4" in options else "87,000"
+        [bleu] = [at[1] for at in run["curve"] if at[0] == step]
+        beam = run["val"]["bleu"]
+        lines.append(f"| {width} | {pairs} pairs | {bleu:.1f} | {beam:.1f} |")
+    return lines
+
+
 def claim_lines(facts, verdict=""):
     """Return a claim and what was found, as lines of a list."""
     text = f"Section {facts['section']}: {facts['claim']}. {verdict}"
@@ -1188,6 +1210,7 @@ TABLES = {
     "gains": gains_table,
     "levers": levers_table,
     "full length": full_length_table,
+    "wider": wider_table,
     "speed": speed_table,
     "speed on a GPU": gpu_table,
     "speed in short": partial(speed_table, (None, "epyc-zen5"), aimed=True),
