@@ -8399,6 +8399,12 @@ def queries_keys_values(x, memory):
     return x, *memory.chunk(2, dim=-1)  # memory (B, S, 2·D)
 
 
+@torch.compiler.assume_constant_result  # asked once, while compiling
+def gpu_has_bfloat16():
+    """Whether the GPU itself multiplies bfloat16: Ampere (2020) and later."""
+    return torch.cuda.get_device_capability() >= (8, 0)
+
+
 class FusedAttention(MultiHeadAttention):
     """MultiHeadAttention, with joined products in training."""
 
@@ -8438,7 +8444,7 @@ class FusedAttention(MultiHeadAttention):
         return (
             x.is_cuda and x.dtype == torch.bfloat16 and triton is not None
             and longest <= 64 and self.d_k in (16, 32, 64, 128)
-            and mask is not None and not self.drop.p
+            and mask is not None and not self.drop.p and gpu_has_bfloat16()
         )  # fmt: skip
 
 
@@ -9014,7 +9020,8 @@ def short_attention(
 
     x (B, T, 3·D): queries, keys and values; or x (B, T, D) and memory
     (B, S, 2·D): queries, and keys and values. mask as in `attention`, of four
-    dimensions. Returns the heads, side by side (B, T, D).
+    dimensions. All on an NVIDIA GPU, with Triton. Returns the heads, side by
+    side (B, T, D), of the type of x.
     """
     x, memory = (y if y is None else y.contiguous() for y in (x, memory))
     heads = x.new_empty(queries_keys_values(x, memory)[0].shape)
@@ -9022,11 +9029,12 @@ def short_attention(
     return heads
 
 
-@torch.library.custom_op(f"{NAMESPACE}::short_attention_back", mutates_args=())
-def short_attention_back(
-    gradient: torch.Tensor, x: torch.Tensor, memory: torch.Tensor | None,
-    mask: torch.Tensor, h: int,
-) -> list[torch.Tensor]:  # fmt: skip
+@torch.library.custom_op(
+    f"{NAMESPACE}::short_attention_back", mutates_args=(),
+    schema="(Tensor gradient, Tensor x, Tensor? memory, Tensor mask, int h)"
+    " -> Tensor[]",  # PyTorch 2.4 does not read it off a list
+)  # fmt: skip
+def short_attention_back(gradient, x, memory, mask, h):
     """The gradients at x and memory, from that at the heads (B, T, D)."""
     x, memory = (y if y is None else y.contiguous() for y in (x, memory))
     found = [torch.empty_like(y) for y in (x, memory) if y is not None]
