@@ -193,7 +193,7 @@ import functools
 import gzip
 import hashlib
 import http.client
-import importlib
+import importlib.util
 import io
 import itertools
 import json
@@ -8399,14 +8399,18 @@ def queries_keys_values(x, memory):
     return x, *memory.chunk(2, dim=-1)  # memory (B, S, 2·D)
 
 
-@torch.compiler.assume_constant_result  # asked once, while compiling
-def gpu_has_bfloat16():
-    """Whether the GPU itself multiplies bfloat16: Ampere (2020) and later."""
-    return torch.cuda.get_device_capability() >= (8, 0)
+@functools.cache
+def kernels_run():
+    """Whether there is Triton, and a GPU that itself multiplies bfloat16."""
+    if not torch.cuda.is_available() or not importlib.util.find_spec("triton"):
+        return False
+    return torch.cuda.get_device_capability() >= (8, 0)  # Ampere and later
 
 
 class FusedAttention(MultiHeadAttention):
     """MultiHeadAttention, with joined products in training."""
+
+    kernels = False  # whether they run here: `fast` finds out
 
     def project(self, x, *maps):
         """(B, T, D) through n linear maps at once -> (B, T, n·D)"""
@@ -8442,9 +8446,9 @@ class FusedAttention(MultiHeadAttention):
         """Whether `short_attention` can do it."""
         longest = max(y.size(1) for y in (x, memory) if y is not None)
         return (
-            x.is_cuda and x.dtype == torch.bfloat16 and triton is not None
-            and longest <= 64 and self.d_k in (16, 32, 64, 128)
-            and mask is not None and not self.drop.p and gpu_has_bfloat16()
+            x.is_cuda and x.dtype == torch.bfloat16 and longest <= 64
+            and self.d_k in (16, 32, 64, 128) and mask is not None
+            and not self.drop.p and self.kernels
         )  # fmt: skip
 
 
@@ -8473,6 +8477,8 @@ def fast(model, half=False, onednn=False):
     those in 32 bits by oneDNN.
     """
     products = HALF if half else ONEDNN if onednn else {}
+    if half:
+        FusedAttention.kernels = kernels_run()
     return exchange(plain(model), FAST | products)
 
 
@@ -8843,27 +8849,33 @@ def compiled_gradient(model, half=False, dynamic=True):
 # from functions in a subset of Python. One call of such a function, a
 # *program*, has a block of numbers for each name, and here does one head of
 # one text. Training in 16 bits uses it on such a GPU, compiled or not, where
-# no text has more than 64 places. (Without Triton these functions are never
+# no text has more than 64 places. (Elsewhere these functions are never
 # called.)
 
 
 # %%
-def part_of_triton(name):
-    """A module of Triton, or None where there is no Triton."""
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        return None
+class constexpr:
+    """The type of an argument that is known when a kernel is compiled."""
 
 
-triton = part_of_triton("triton")
-tl = part_of_triton("triton.language")
-constexpr = tl.constexpr if tl else int  # known when a kernel is compiled
+tl, KERNELS = None, []  # tl: triton.language, once it is needed
 
 
 def kernel(function):
-    """A function that Triton will make a kernel of, where there is Triton."""
-    return triton.jit(function) if triton else function
+    """A function that will become a kernel of Triton."""
+    KERNELS.append(function)
+    return function
+
+
+def make_kernels():
+    """Let all of KERNELS become kernels, in place, before the first call."""
+    global tl
+    if tl is None:
+        import triton
+
+        tl = triton.language
+        for function in KERNELS:
+            globals()[function.__name__] = triton.jit(function)
 
 
 @kernel
@@ -9025,6 +9037,7 @@ def short_attention(
     """
     x, memory = (y if y is None else y.contiguous() for y in (x, memory))
     heads = x.new_empty(queries_keys_values(x, memory)[0].shape)
+    make_kernels()
     launch(attention_kernel, x, memory, mask, h, heads)
     return heads
 
@@ -9039,6 +9052,7 @@ def short_attention_back(gradient, x, memory, mask, h):
     x, memory = (y if y is None else y.contiguous() for y in (x, memory))
     found = [torch.empty_like(y) for y in (x, memory) if y is not None]
     at_each = queries_keys_values(*found, *[None] * (memory is None))
+    make_kernels()
     launch(
         attention_kernel_back, x, memory, mask, h, gradient.contiguous(),
         *at_each,

@@ -323,8 +323,8 @@ def test_requirements_name_what_the_book_uses():
     }
     used = {name.split(".")[0] for name in names} - sys.stdlib_module_names
     # Jupyter brings IPython, Altair packaging; CTranslate2 is for whoever
-    # exports to it.
-    used -= {"IPython", "packaging", "ctranslate2"}
+    # exports to it; Triton comes with PyTorch for NVIDIA's GPUs.
+    used -= {"IPython", "packaging", "ctranslate2", "triton"}
     packages = {
         canonicalize_name({"vl_convert": "vl-convert-python"}.get(name, name))
         for name in used
