@@ -8431,7 +8431,7 @@ class FusedAttention(MultiHeadAttention):
         else:
             x = self.project(query, self.W_Q)
             memory = self.project(key, self.W_K, self.W_V)
-        if self.has_kernel(x, memory, mask):  # see *Joined operations*
+        if self.has_kernel(x, memory, mask):  # *A kernel of our own*
             heads = short_attention(x, memory, mask, self.h)
         else:
             Q, K, V = map(self.split, queries_keys_values(x, memory))
@@ -8848,13 +8848,13 @@ def compiled_gradient(model, half=False, dynamic=True):
 # *Triton*, which comes with PyTorch for NVIDIA's GPUs on Linux, makes kernels
 # from functions in a subset of Python. One call of such a function, a
 # *program*, has a block of numbers for each name, and here does one head of
-# one text. Training in 16 bits uses it on such a GPU, compiled or not, where
-# no text has more than 64 places. (Elsewhere these functions are never
-# called.)
+# one text. Training in 16 bits uses it on such a GPU, compiled or not, for
+# texts of up to 64 places and heads of 16, 32, 64 or 128 numbers. (Elsewhere
+# these functions are never called.)
 
 
 # %%
-class constexpr:
+class constexpr:  # until Triton's own takes its place
     """The type of an argument that is known when a kernel is compiled."""
 
 
@@ -8869,11 +8869,11 @@ def kernel(function):
 
 def make_kernels():
     """Let all of KERNELS become kernels, in place, before the first call."""
-    global tl
+    global tl, constexpr
     if tl is None:
         import triton
 
-        tl = triton.language
+        tl, constexpr = triton.language, triton.language.constexpr
         for function in KERNELS:
             globals()[function.__name__] = triton.jit(function)
 
@@ -8893,23 +8893,28 @@ def store_rows(start, step, n, x, N: constexpr, K: constexpr):
 
 
 @kernel
-def weights_in_block(
-    Q, K, mask, row_step, column_step, n, m, scale, N: constexpr, M: constexpr
-):
-    """The weights (N, M) of n queries over m keys, and what may be seen."""
+def one_head(
+    queries, keys, values, mask, n_step, m_step, row_step, column_step, n, m,
+    scale, K: constexpr, N: constexpr, M: constexpr,
+):  # fmt: skip
+    """Q (N, K), K and V (M, K), the weights (N, M), and what may be seen."""
+    Q = rows_at(queries, n_step, n, N, K)
+    keys = rows_at(keys, m_step, m, M, K)
     row, column = tl.arange(0, N)[:, None], tl.arange(0, M)[None, :]
     place = mask + row * row_step + column * column_step
     seen = tl.load(place, (row < n) & (column < m), 0) != 0
-    scores = tl.dot(Q, tl.trans(K)) * scale
+    scores = tl.dot(Q, tl.trans(keys)) * scale
     scores = tl.where(seen, scores, -3e38)  # where none is, all count alike
     scores = tl.where(column < m, scores, float("-inf"))
     powers = tl.exp(scores - tl.max(scores, 1)[:, None])
-    return powers / tl.sum(powers, 1)[:, None], seen
+    weights = powers / tl.sum(powers, 1)[:, None]
+    return Q, keys, rows_at(values, m_step, m, M, K), weights, seen
 
 
 # %% [markdown]
-# Forward. A program knows by its number which text and which head are its own.
-# `m_step` and the like are the distances between two rows in memory.
+# Forward. A program knows by its number which text and which head are its own,
+# and so where they begin. `m_step` and the like are the distances between two
+# rows in memory.
 
 
 # %%
@@ -8920,13 +8925,10 @@ def attention_kernel(
 ):  # fmt: skip
     """heads (n, K) of one text b and one head h."""
     b, h = tl.program_id(0) // H, tl.program_id(0) % H
-    at_m = b * m * m_step + h * K  # where its keys and values begin
-    Q = rows_at(queries + b * n * n_step + h * K, n_step, n, N, K)
-    keys_here = rows_at(keys + at_m, m_step, m, M, K)
-    V = rows_at(values + at_m, m_step, m, M, K)
-    weights, _ = weights_in_block(
-        Q, keys_here, mask + b * mask_step, row_step, column_step, n, m, scale,
-        N, M,
+    at_n, at_m = b * n * n_step + h * K, b * m * m_step + h * K
+    _, _, V, weights, _ = one_head(
+        queries + at_n, keys + at_m, values + at_m, mask + b * mask_step,
+        n_step, m_step, row_step, column_step, n, m, scale, K, N, M,
     )  # fmt: skip
     found = tl.dot(weights.to(V.dtype), V)
     store_rows(heads + (b * n * H + h) * K, H * K, n, found, N, K)
@@ -8979,12 +8981,9 @@ def attention_kernel_back(
     """The gradients at the queries, keys and values of one head of a text."""
     b, h = tl.program_id(0) // H, tl.program_id(0) % H
     at_n, at_m = b * n * n_step + h * K, b * m * m_step + h * K
-    Q = rows_at(queries + at_n, n_step, n, N, K)
-    keys_here = rows_at(keys + at_m, m_step, m, M, K)
-    V = rows_at(values + at_m, m_step, m, M, K)
-    weights, seen = weights_in_block(
-        Q, keys_here, mask + b * mask_step, row_step, column_step, n, m, scale,
-        N, M,
+    Q, keys, V, weights, seen = one_head(
+        queries + at_n, keys + at_m, values + at_m, mask + b * mask_step,
+        n_step, m_step, row_step, column_step, n, m, scale, K, N, M,
     )  # fmt: skip
     G = rows_at(gradient + (b * n * H + h) * K, H * K, n, N, K)
     at_V = tl.dot(tl.trans(weights.to(G.dtype)), G)
@@ -8993,10 +8992,8 @@ def attention_kernel_back(
     mean = tl.sum(weights * at_weights, 1)[:, None]
     at_scores = tl.where(seen, weights * (at_weights - mean) * scale, 0.0)
     at_scores = at_scores.to(Q.dtype)
-    store_rows(
-        at_queries + at_n, n_step, n, tl.dot(at_scores, keys_here), N, K
-    )
-    at_K = tl.dot(tl.trans(at_scores), Q)
+    at_Q, at_K = tl.dot(at_scores, keys), tl.dot(tl.trans(at_scores), Q)
+    store_rows(at_queries + at_n, n_step, n, at_Q, N, K)
     store_rows(at_keys + at_m, m_step, m, at_K, M, K)
 
 
@@ -9137,12 +9134,11 @@ def as_graph(work, device, pool=None):
 #
 # Where does it come from? With the graph in pieces, and attention by torch's
 # function, the update took 46.2 ms recorded; attention's kernels were 8.2 of
-# them, as in torch's Transformer. With the kernel they are 1.9, and the update
-# took 38.7 (both in a trial before the benchmark, commit 0c26f71 and what
-# changed since). In one piece it takes 31.1. The products alone, at the full
-# rate, would take 12. Compiled but not recorded, the GPU waits for the
-# processor again: 37.9 ms. (`train` has `--compile` and `--record`, but not
-# yet both in one.)
+# them, and 8.3 in torch's Transformer. With ours it was 1.9, and the update
+# took 38.7 (a trial before the benchmark; `profile` in the same file). In one
+# piece it takes 31.1. The products alone, at the full rate, would take 12.
+# Compiled but not recorded, the GPU waits for the processor again: 37.9 ms.
+# (`train` has `--compile` and `--record`, but not yet both in one.)
 #
 # Of tiny, seven trainings at once, recorded, made 159,000 to 167,000 real
 # target tokens a second each on that GPU (by NVIDIA's MPS, which lets

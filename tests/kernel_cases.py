@@ -1,10 +1,13 @@
 """Attention by the kernel, beside `attention`: cases for a GPU, and for none.
 
-As a program it runs them all with Triton's interpreter, on the processor:
+As a program it runs them all with Triton's interpreter, on the processor, or
+compiles the kernels for GPUs that need not be there:
 
     TRITON_INTERPRET=1 python tests/kernel_cases.py
+    python tests/kernel_cases.py
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -86,7 +89,37 @@ def check_operation(device, kind):
         torch.library.opcheck(book.short_attention, case)
 
 
+def check_compiled(kernel, blocks, capability):
+    """Triton makes a program of it, with products by the matrix units."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kinds = dict.fromkeys("KNM", "constexpr") | {"mask": "*i1"}
+    tensors = {"queries", "keys", "values", "heads", "gradient"}
+    names = kernel.arg_names
+    kinds |= {n: "*bf16" for n in names if n.removeprefix("at_") in tensors}
+    kinds |= {"scale": "fp32"}
+    done = triton.compile(
+        ASTSource(kernel, {n: kinds.get(n, "i32") for n in names}, blocks),
+        target=GPUTarget("cuda", capability, 32),
+    )
+    assert "mma" in done.asm["ptx"], (kernel, blocks, capability)
+
+
+def check_all_compiled():
+    """Both kernels, for GPUs of 2020 and 2022, with blocks of all kinds."""
+    book.make_kernels()
+    for kernel in book.attention_kernel, book.attention_kernel_back:
+        for K, N, M in (64, 32, 32), (16, 16, 64), (128, 64, 16):
+            for capability in 80, 90:
+                check_compiled(kernel, {"K": K, "N": N, "M": M}, capability)
+
+
 if __name__ == "__main__":
+    if "TRITON_INTERPRET" not in os.environ:
+        check_all_compiled()
+        sys.exit(print("both kernels are compiled"))
     for sizes in SIZES:
         for own_rows in False, True:
             check_case(sizes, own_rows, "cpu", torch.float, 1e-5)

@@ -17,15 +17,26 @@ CASES = Path(__file__).parent / "kernel_cases.py"
 @pytest.mark.skipif(
     not importlib.util.find_spec("triton"), reason="there is no Triton"
 )
-def test_by_the_interpreter_it_computes_what_the_formula_does():
+@pytest.mark.parametrize(
+    ("interpreted", "last"),
+    [
+        (True, "the kernel computes what the formula does\n"),
+        (False, "both kernels are compiled\n"),
+    ],
+)
+def test_without_a_gpu_it_is_interpreted_and_compiled(interpreted, last):
+    environment = dict(os.environ)
+    environment.pop("TRITON_INTERPRET", None)
+    if interpreted:
+        environment["TRITON_INTERPRET"] = "1"
     done = subprocess.run(
         [sys.executable, str(CASES)],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
+        env=environment,
         capture_output=True,
         text=True,
     )
-    assert done.stdout.endswith("the kernel computes what the formula does\n")
     assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith(last)
 
 
 @pytest.mark.filterwarnings("ignore")  # those of torch.compile itself
