@@ -9125,23 +9125,23 @@ def as_graph(work, device, pool=None):
 
 
 # %% [markdown]
-# **Measured on a GPU.** Base, with updates of 25,000 places of captions'
-# length (32 a side) and products in 16 bits, on an NVIDIA H200: as it is it
-# reaches 0.19 of the rate of one large product, compiled 0.33, compiled and
-# recorded 0.39. torch's own Transformer reaches 0.18, 0.29 and 0.30, so ours
-# is 1.06, 1.10 and **1.30** times as fast in the same form (PyTorch 2.11;
-# `benchmarks/gpu.py`, `results/benchmarks-gpu.json`, commit 201e130).
+# **Measured on a GPU.** Base, on an NVIDIA H200, with updates of 25,000 places
+# (texts of 32) and products in 16 bits: as it is it reaches 0.19 of the rate
+# of one large product, compiled 0.33, compiled and recorded 0.39. torch's own
+# Transformer reaches 0.18, 0.29 and 0.30, so ours is 1.06, 1.10 and **1.30**
+# times as fast in the same form (PyTorch 2.11; `benchmarks/gpu.py`,
+# `results/benchmarks-gpu.json`, commit 201e130).
 #
 # Where does it come from? With the graph in pieces, and attention by torch's
 # function, the update took 46.2 ms recorded; attention's kernels were 8.2 of
-# them, and 8.3 in torch's Transformer. With ours it was 1.9, and the update
-# took 38.7 (a trial before the benchmark; `profile` in the same file). In one
-# piece it takes 31.1. The products alone, at the full rate, would take 12.
-# Compiled but not recorded, the GPU waits for the processor again: 37.9 ms.
-# (`train` has `--compile` and `--record`, but not yet both in one.)
+# them, and 8.3 in torch's Transformer. With our kernel they were 1.9, and the
+# update took 38.7 (a trial before the benchmark; `profile` in the same file).
+# In one piece it takes 31.1. The products alone, at the full rate, would take
+# 12. Compiled but not recorded, the GPU waits for the processor again: 37.9
+# ms. (`train` has `--compile` and `--record`, but not yet both in one.)
 #
 # Of tiny, seven trainings at once, recorded, made 159,000 to 167,000 real
-# target tokens a second each on that GPU (by NVIDIA's MPS, which lets
+# target tokens a second each on such a GPU (by NVIDIA's MPS, which lets
 # processes share one; commit 04b939e). Two cores of an AMD EPYC, beside other
 # programs, made 16,000 tokens a second of the same batches, with factors of 16
 # bits (those of the GPU were of 32, rounded to TF32). How much of that is due
