@@ -8399,18 +8399,10 @@ def queries_keys_values(x, memory):
     return x, *memory.chunk(2, dim=-1)  # memory (B, S, 2·D)
 
 
-@functools.cache
-def kernels_run():
-    """Whether there is Triton, and a GPU that itself multiplies bfloat16."""
-    if not torch.cuda.is_available() or not importlib.util.find_spec("triton"):
-        return False
-    return torch.cuda.get_device_capability() >= (8, 0)  # Ampere and later
-
-
 class FusedAttention(MultiHeadAttention):
     """MultiHeadAttention, with joined products in training."""
 
-    kernels = False  # whether they run here: `fast` finds out
+    kernels = False  # whether they run here: `kernels_run`, told by `fast`
 
     def project(self, x, *maps):
         """(B, T, D) through n linear maps at once -> (B, T, n·D)"""
@@ -8448,16 +8440,40 @@ class FusedAttention(MultiHeadAttention):
         return (
             x.is_cuda and x.dtype == torch.bfloat16 and longest <= 64
             and self.d_k in (16, 32, 64, 128) and mask is not None
+            and mask.dim() == 4 and mask.size(1) == 1  # one for all heads
             and not self.drop.p and self.kernels
         )  # fmt: skip
 
 
 # %% [markdown]
 # **The switch** exchanges the classes of a model's parts. Their weights and
-# their names stay.
+# their names stay. On a GPU it also finds out whether the kernels of *A kernel
+# of our own* can be used, by using one: Triton needs a C compiler, the headers
+# of Python and the GPU's driver, and what can't be had must not stop a
+# training.
 
 
 # %%
+@functools.cache
+def kernels_run(device):
+    """Whether our kernels run there: an NVIDIA GPU, and all Triton needs."""
+    if device.type != "cuda" or torch.version.hip:  # AMD's are "cuda", too
+        return False
+    if not importlib.util.find_spec("triton"):
+        return False
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return False  # before Ampere (2020): no products in bfloat16
+    try:
+        x = torch.zeros(1, 1, 48, device=device, dtype=torch.bfloat16)
+        short_attention(x, None, x[:, None, :, :1] == 0, 1)
+    except Exception as error:
+        told = str(error).strip().partition("\n")[0]
+        told = f"attention by torch's function, not our kernel: {told}"
+        warnings.warn(told, stacklevel=2)
+        return False
+    return True
+
+
 FAST = {Dropout: ByteDropout, MultiHeadAttention: FusedAttention}
 HALF = {nn.Linear: HalfLinear, FeedForward: HalfFeedForward}
 ONEDNN = {nn.Linear: OneDnnLinear}
@@ -8477,9 +8493,12 @@ def fast(model, half=False, onednn=False):
     those in 32 bits by oneDNN.
     """
     products = HALF if half else ONEDNN if onednn else {}
-    if half:
-        FusedAttention.kernels = kernels_run()
-    return exchange(plain(model), FAST | products)
+    exchange(plain(model), FAST | products)
+    kernels = half and kernels_run(next(model.parameters()).device)
+    for part in model.modules():
+        if isinstance(part, FusedAttention):
+            part.kernels = kernels
+    return model
 
 
 def plain(model):
@@ -8765,7 +8784,8 @@ def memory_of_an_update():
 # **Joined operations.** The small operations between the products are bound by
 # memory: each reads its input, does little with it, and writes the result, for
 # the next to read. `torch.compile` watches the model run and writes one
-# program, a *kernel*, for several of them, which reads and writes once. In
+# function for the machine itself, a *kernel*, for several of them, which reads
+# and writes once. In
 # `slice_of_loss` the target is taken away at single places, which interrupts
 # such a row of operations. So the compiler gets the loss of a slice once more,
 # as one would write it down:
@@ -8838,19 +8858,29 @@ def compiled_gradient(model, half=False, dynamic=True):
 
 # %% [markdown]
 # **A kernel of our own.** On a GPU, too, what need not travel to memory should
-# not. torch's attention for GPUs is made for long texts: the kernels that it
-# chose on an H200 take 64 or 128 places at a time. A caption has some fifteen.
-# All weights of one head over one caption find room in the registers of the
-# *threads* that a GPU lets work together. So there can be a kernel that reads
-# queries, keys and values once, writes the heads once, and leaves nothing in
-# memory for the way back, where it computes the weights again. The joint
-# product of queries, keys and values it reads as it lies: no copy by heads.
+# not. torch's attention for GPUs is made for long texts, and works in blocks
+# of many places. A caption has some fifteen. All weights of one head over one
+# caption find room in *registers*, where the *threads* that a GPU lets work
+# together keep the numbers at hand. So there can be a kernel that reads
+# queries, keys and values once, writes the heads once, and leaves nothing new
+# in memory for the way back, which reads the same once more and computes the
+# weights again. The joint product of queries, keys and values it reads as it
+# lies: no copy by heads.
+#
 # *Triton*, which comes with PyTorch for NVIDIA's GPUs on Linux, makes kernels
-# from functions in a subset of Python. One call of such a function, a
-# *program*, has a block of numbers for each name, and here does one head of
-# one text. Training in 16 bits uses it on such a GPU, compiled or not, for
-# texts of up to 64 places and heads of 16, 32, 64 or 128 numbers. (Elsewhere
-# these functions are never called.)
+# from functions in a subset of Python. Many runs of such a function go side by
+# side; each, a *program* to Triton, here does one head of one text, and asks
+# `tl.program_id` which. Its variables are blocks of numbers, whose sizes
+# (`constexpr`) are powers of two, known when it is compiled. A tensor arrives
+# as the address of its first number, so `start + row * step + column` is a
+# block of addresses. `tl.load(addresses, where, other)` reads there, and takes
+# `other` where `where` is false; `tl.store` writes likewise, and `tl.dot`
+# multiplies two matrices.
+#
+# Training in 16 bits uses the kernel on such a GPU of 2020 (Ampere) or later,
+# compiled or not, for texts of up to 64 places, heads of 16, 32, 64 or 128
+# numbers, and without dropout of attention weights. Elsewhere torch's function
+# is used. (Without a GPU only tests call these functions.)
 
 
 # %%
@@ -8870,12 +8900,13 @@ def kernel(function):
 def make_kernels():
     """Let all of KERNELS become kernels, in place, before the first call."""
     global tl, constexpr
-    if tl is None:
+    if tl is None or KERNELS:
         import triton
 
         tl, constexpr = triton.language, triton.language.constexpr
         for function in KERNELS:
             globals()[function.__name__] = triton.jit(function)
+        KERNELS.clear()
 
 
 @kernel
@@ -8897,24 +8928,24 @@ def one_head(
     queries, keys, values, mask, n_step, m_step, row_step, column_step, n, m,
     scale, K: constexpr, N: constexpr, M: constexpr,
 ):  # fmt: skip
-    """Q (N, K), K and V (M, K), the weights (N, M), and what may be seen."""
+    """Queries (N, K), keys and values (M, K), weights (N, M), what is seen."""
     Q = rows_at(queries, n_step, n, N, K)
-    keys = rows_at(keys, m_step, m, M, K)
+    its_keys = rows_at(keys, m_step, m, M, K)
     row, column = tl.arange(0, N)[:, None], tl.arange(0, M)[None, :]
     place = mask + row * row_step + column * column_step
     seen = tl.load(place, (row < n) & (column < m), 0) != 0
-    scores = tl.dot(Q, tl.trans(keys)) * scale
+    scores = tl.dot(Q, tl.trans(its_keys)) * scale
     scores = tl.where(seen, scores, -3e38)  # where none is, all count alike
     scores = tl.where(column < m, scores, float("-inf"))
     powers = tl.exp(scores - tl.max(scores, 1)[:, None])
     weights = powers / tl.sum(powers, 1)[:, None]
-    return Q, keys, rows_at(values, m_step, m, M, K), weights, seen
+    return Q, its_keys, rows_at(values, m_step, m, M, K), weights, seen
 
 
 # %% [markdown]
 # Forward. A program knows by its number which text and which head are its own,
-# and so where they begin. `m_step` and the like are the distances between two
-# rows in memory.
+# and so where they begin. (Here H is the number of heads, and h one of them.)
+# `m_step` and the like are the distances between two rows in memory.
 
 
 # %%
@@ -8940,14 +8971,14 @@ def attention_kernel(
 # $$\frac{\partial L}{\partial V} = A^\top G \qquad
 # \frac{\partial L}{\partial A} = G V^\top$$
 #
-# and through the softmax, where a is a row of A and g the same row of the
-# gradient at A,
+# and through the softmax, where s is a row of scores (already divided by
+# √d_k), a the same row of A, and g that of the gradient at A, for each key j,
 #
 # $$\frac{\partial L}{\partial s_j} = a_j \Big(g_j - \sum_i a_i g_i\Big)$$
 #
-# A score that was masked gets none of it. What comes out, divided by √d_k,
-# times K is the gradient at Q, and transposed, times Q, that at K. First in
-# plain PyTorch, beside autograd:
+# A score that was masked gets none of it. What comes out for all scores,
+# divided by √d_k once more, times K is the gradient at Q; transposed, times Q,
+# it is that at K. First in plain PyTorch, beside autograd:
 
 
 # %%
@@ -9000,8 +9031,12 @@ def attention_kernel_back(
 # %% [markdown]
 # Then PyTorch is told of it, as of an operation of its own: how to call it, of
 # what shape the result is (`torch.compile` asks, without computing), and what
-# its gradient is. The blocks have the next power of two of rows, which Triton
-# wants, and at least 16.
+# its gradient is. The blocks have the next power of two of rows, and at least
+# 16, as `tl.dot` wants. `kernel[(B * h,)](…)` starts B·h programs, each on
+# four *warps*, groups of 32 threads. Each pair of block sizes is compiled when
+# it first occurs, in a second or so for each kernel, more than once if some
+# lengths are multiples of 16, which Triton makes use of. What is compiled is
+# kept on disk.
 
 
 # %% tags=["plumbing"]
@@ -9010,12 +9045,14 @@ def launch(kernel, x, memory, mask, h, *results):
     Q, K, V = queries_keys_values(x, memory)
     (B, n, D), m = Q.shape, K.size(1)
     seen = mask.expand(B, 1, n, m)
-    steps = Q.stride(1), K.stride(1), *(seen.stride(i) for i in (0, 2, 3))
+    steps = x.size(-1), (x if memory is None else memory).size(-1)
+    steps += tuple(seen.stride(i) for i in (0, 2, 3))
     blocks = (max(16, 1 << (rows - 1).bit_length()) for rows in (n, m))
-    kernel[(B * h,)](
-        Q, K, V, seen, *results, *steps, n, m, (D // h) ** -0.5, h, D // h,
-        *blocks, num_warps=4,
-    )  # fmt: skip
+    with torch.cuda.device_of(x):  # Triton takes the current device
+        kernel[(B * h,)](
+            Q, K, V, seen, *results, *steps, n, m, (D // h) ** -0.5, h, D // h,
+            *blocks, num_warps=4,
+        )  # fmt: skip
 
 
 NAMESPACE = "annotated_transformer"
@@ -9028,9 +9065,9 @@ def short_attention(
     """Attention of h heads over at most 64 places, by a kernel.
 
     x (B, T, 3·D): queries, keys and values; or x (B, T, D) and memory
-    (B, S, 2·D): queries, and keys and values. mask as in `attention`, of four
-    dimensions. All on an NVIDIA GPU, with Triton. Returns the heads, side by
-    side (B, T, D), of the type of x.
+    (B, S, 2·D): queries, and keys and values. mask as in `attention`, (B or 1,
+    1, T or 1, S), the same for all heads. All on an NVIDIA GPU, with Triton.
+    Returns the heads, side by side (B, T, D), of the type of x.
     """
     x, memory = (y if y is None else y.contiguous() for y in (x, memory))
     heads = x.new_empty(queries_keys_values(x, memory)[0].shape)
@@ -9126,29 +9163,34 @@ def as_graph(work, device, pool=None):
 
 # %% [markdown]
 # **Measured on a GPU.** Base, on an NVIDIA H200, with updates of 25,000 places
-# (texts of 32) and products in 16 bits: as it is it reaches 0.19 of the rate
+# (texts of 32, which fill the kernel's blocks; 33 places would be computed as
+# 64) and products in 16 bits: as it is it reaches 0.19 of the rate
 # of one large product, compiled 0.33, compiled and recorded 0.39. torch's own
 # Transformer reaches 0.18, 0.29 and 0.30, so ours is 1.06, 1.10 and **1.30**
 # times as fast in the same form (PyTorch 2.11; `benchmarks/gpu.py`,
 # `results/benchmarks-gpu.json`, commit 201e130).
 #
-# Where does it come from? With the graph in pieces, and attention by torch's
-# function, the update took 46.2 ms recorded; attention's kernels were 8.2 of
-# them, and 8.3 in torch's Transformer. With our kernel they were 1.9, and the
-# update took 38.7 (a trial before the benchmark; `profile` in the same file).
-# In one piece it takes 31.1. The products alone, at the full rate, would take
-# 12. Compiled but not recorded, the GPU waits for the processor again: 37.9
-# ms. (`train` has `--compile` and `--record`, but not yet both in one.)
+# Where does it come from? A trial before the benchmark, on another H200 with
+# other programs beside it, tells a part (`profile` in the same file). With the
+# graph in pieces, and attention by torch's function, the update took 46.2 ms
+# recorded; attention's kernels were 8.2 of them, and 8.3 in torch's
+# Transformer. With our kernel, and with another form of the loss that was not
+# kept, it took 38.7, and attention 1.9 of them. So some 6 of the 7.5 ms are
+# the kernel's. In one piece, with the loss above, it takes 31.1 in the
+# benchmark; what the pieces cost alone was not measured. The products alone,
+# at the full rate, would take 12. Compiled but not recorded, the GPU waits for
+# the processor again: 37.9 ms. (`train` has `--compile` and `--record`, but
+# not yet both in one.)
 #
 # Of tiny, seven trainings at once, recorded, made 159,000 to 167,000 real
 # target tokens a second each on such a GPU (by NVIDIA's MPS, which lets
 # processes share one; commit 04b939e). Two cores of an AMD EPYC, beside other
 # programs, made 16,000 tokens a second of the same batches, with factors of 16
-# bits (those of the GPU were of 32, rounded to TF32). How much of that is due
-# to the recording, we do not know: not recorded, there was only a trial in two
-# parts of 4,096 places, which are twice as many kernels; it made 108,000
-# alone, and six at once made some 104,000 each (commit ff82913; all in
-# `results/gpu-training.json`).
+# bits (those of the GPU were of 32, rounded to 11 bits of precision: TF32).
+# How much of that is due to the recording, we do not know: not recorded, there
+# was only a trial in two parts of 4,096 places, which are twice as many
+# kernels; it made 108,000 alone, and six at once made some 104,000 each
+# (commit ff82913; all in `results/gpu-training.json`).
 
 
 # %% [markdown]
@@ -19983,7 +20025,9 @@ def speaks_for_all(store):
 # **Wider still?** On a GPU this is soon tried. Two widths, 384 and 512 (the
 # networks twice as wide as that, heads of 64), on two texts: that of the sixth
 # line, and one of 145,000 pairs, for which its two models wrote the French
-# once more each. All else is as there; the four shared an H200 and made
+# once more each. Else as there, but that an update is one part, not two,
+# attention is in 16 bits, and by Equation 3 the peak of the rate falls with
+# the width, from 0.0021 to 0.0017 and 0.0015. The four shared an H200 and made
 # 207,000 to 208,000 tokens a second each (seed 0, commit `201e130`;
 # `results/gpu-wider-en-fr.json`). We had the GPU for 4,320 to 4,660 updates of
 # the 4,800, so the weights of update 4,000 count:
@@ -20001,10 +20045,11 @@ def speaks_for_all(store):
 #
 # <!-- end of wider -->
 #
-# No width above 256 gains anything to speak of. The larger text brings half a
-# point greedily, and with the beam once 0.2 more and once 0.5 less. The best
-# by the beam, 384 on the larger text, has **61.7** on the test set, below the
-# sixth line.
+# Neither wider model is better on the same text, whether by the width or by
+# the lower rate: these runs can't tell. The larger text brings half a point
+# greedily, and with the beam once 0.2 more and once 0.5 less; width 256 has
+# not read it. The best by the beam, 384 on the larger text, has **61.7** on
+# the test set after 4,000 updates, below the sixth line (after 4,800).
 #
 # **And on from there, to French?** Seed 0 of the sixth line and the
 # French-English model wrote the text anew, 87,000 pairs in five minutes

@@ -64,12 +64,29 @@ def test_fast_form_gives_the_plain_gradients(norm_first):
         torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-4)
 
 
+needs_kernels = pytest.mark.skipif(
+    not (
+        torch.cuda.is_available() and book.kernels_run(torch.device("cuda:0"))
+    ),
+    reason="our kernels do not run on this GPU",
+)
+
+
+@needs_kernels
 @pytest.mark.parametrize("own_rows", [False, True])
 @pytest.mark.parametrize("sizes", kernel_cases.SIZES)
 def test_the_kernel_computes_what_the_formula_does(sizes, own_rows):
     kernel_cases.check_case(sizes, own_rows, "cuda", torch.bfloat16, 0.01)
 
 
+@needs_kernels
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU or none")
+def test_the_kernel_runs_where_its_tensors_are():
+    sizes = kernel_cases.SIZES[4]
+    kernel_cases.check_case(sizes, False, "cuda:1", torch.bfloat16, 0.01)
+
+
+@needs_kernels
 @pytest.mark.filterwarnings("ignore")  # those of torch.compile itself
 def test_the_kernel_is_an_operation_for_torch():
     kernel_cases.check_operation("cuda", torch.bfloat16)
@@ -77,6 +94,7 @@ def test_the_kernel_is_an_operation_for_torch():
     kernel_cases.check_case(sizes, True, "cuda", torch.bfloat16, 0.01, True)
 
 
+@needs_kernels
 def test_in_sixteen_bits_short_texts_use_the_kernel(monkeypatch):
     """And the gradients are those of torch's own attention, but rounded."""
     model, batch, calls = book.fast(a_model(), half=True), a_batch(), []
