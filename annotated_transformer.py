@@ -28,22 +28,24 @@
 # those unread, but in a notebook run all cells first, in order (*Run all*),
 # for they use what earlier ones define.
 #
-# **In half an hour: the model** (an hour, if you read all of its code). Begin
-# with *The task we use throughout*, and read on until *The same as torch's own
-# Transformer* begins. Pass over exercises, folded cells, the readers'
+# **In three quarters of an hour: the model** (an hour and a half, if you read
+# all of its code). Begin with *The task we use throughout*, and read on until
+# *The same as torch's own Transformer* begins. Pass over exercises, folded
+# cells, sections that begin with "You may pass over this", the readers'
 # questions (but for those on √d_k and on pre-norm), and cells that begin with
 # `@check` (each only proves what stands before it). Then read *Batches* in
 # Section 5.1, *Greedy decoding* until *A cache of keys and values* begins, and
 # *A first example: copying*. End with the first picture in *Looking at
 # attention*.
 #
-# **In an evening: from the paper to a translator.** Read from top to bottom,
+# **In two evenings: from the paper to a translator.** Read from top to bottom,
 # up to and including *6.1 Averaging checkpoints*. Leave out the code of
-# *Claims and exercises*, *How the charts are drawn*, *Making it fast*, the
-# grammar of the generated corpus (from *Nouns and adjectives* on; go straight
-# to *Words and vocabularies*), and each section that begins with "You may pass
-# over this". *One example through everything* is one of them, for those who
-# like to follow numbers with a pencil. End with *Looking at attention*.
+# *Claims and exercises* and of *How the charts are drawn*, all of *Making it
+# fast*, the grammar of the generated corpus (from *Nouns and adjectives* on;
+# go straight to *Words and vocabularies*), and each section that begins with
+# "You may pass over this". *One example through everything* is one of them,
+# for those who like to follow numbers with a pencil. End with *Looking at
+# attention*.
 #
 # **All of it.** The rest is what the paper says of variations of the model and
 # of parsing (Sections 6.2 and 6.3), a gallery of bugs, and what you need to
@@ -64,10 +66,24 @@
 # In Colab, the first cell of code installs what is missing there. Elsewhere,
 # if you have this file alone, install what it needs with `pip install torch
 # "altair>=5.5,<6" pandas "vl-convert-python>=1.7" tqdm spacy torchtext==0.6.0
-# sentencepiece sacrebleu GPUtil setuptools`.
+# sentencepiece sacrebleu GPUtil setuptools`, and `jupyter` to open it as a
+# notebook. (On Linux without an NVIDIA GPU, install torch first, as
+# pytorch.org says for the CPU: that saves gigabytes.)
 #
-# **Edit.** Change anything and run the cell again. The checks will tell
-# you what you broke; breaking things on purpose is the best exercise.
+# To begin in the middle, or after a restart, put the cursor into the first
+# cell you want and run all above it: *Run All Above Selected Cell* in
+# JupyterLab, *Run before* in Colab. Do not `import *` from this file instead:
+# then examples, checks and exercises say nothing.
+#
+# **Edit.** Change anything, run its cell again, and then the checks below it
+# (none runs again by itself). They will tell you what you broke; breaking
+# things on purpose is the best exercise. But the copy task and the
+# German-English model are trained, and write, by the quicker forms of *Making
+# it fast*. These do not call `attention`, `smoothed_loss` or `Cache`, so what
+# you change there does not reach them. And once trained, both are kept. To see
+# what a change does to a training, run `model, loss = train_small()` and then
+# `measure_small(model, greedy)` (*A gallery of bugs*): the plain forms, in a
+# few seconds.
 #
 # | step | on two processor cores, no GPU |
 # |---|---|
@@ -97,6 +113,7 @@
 # | V | the vocabulary | | F | the hidden layer, `d_ff` |
 # | R | rows of a loss or a product | | A | sentences still being written |
 # | W | the beam | | I, O | numbers into a linear map, and out of it |
+# | E | a value, where not `d_k` | | | |
 #
 # N is the number of layers. In attention T counts the queries and S the keys,
 # whichever sentence they are of; so within the encoder T = S. K and V are also
@@ -356,12 +373,13 @@ def out_of_reach(name, section, text, why):
 
 # %% [markdown]
 # Sections end with **exercises**, which you may pass over. Each says in words,
-# and most in plain loops too, what a function must do. Replace the dots in
-# the cell that follows, and run it: your function is tried on drawn inputs,
-# and what is wrong with it is said. A hint and an answer are folded away, and
-# so is the cell that knows the slips that people make. (It gives much away;
-# don't look into it yet.) In brackets stands how long an answer is, or how
-# long it may take you.
+# and most in plain loops too, what a function must do. Replace the dots in the
+# cell that follows, and run it: your function is tried on drawn inputs, and
+# what is wrong with it is said. (Mostly the results alone are judged; whether
+# you kept to "without a loop", see to yourself.) A hint and an answer are
+# folded away, and so is the cell that knows the slips that people make. (It
+# gives much away; don't look into it yet.) In brackets stands how long an
+# answer is, or how long it may take you.
 
 # %% tags=["plumbing"]
 EXERCISES = {}
@@ -824,11 +842,11 @@ def all_multiplications(n, d): ...
 # %% [markdown]
 # ### Table 1, counted
 #
-# *You may pass over this section, or come back after 3.3: it examines what
-# was said above.* All three kinds of layer fit into a cell. Each takes n
-# positions of width d, and gives as many. (Attention stands here without its
-# four matrices, the *projections*, as Table 1 counts it, unless they are
-# given.)
+# *You may pass over this section, or come back after 3.3 (but run its cells:
+# Section 3.2 uses two of its instruments): it examines what was said above.*
+# All three kinds of layer fit into a cell. Each takes n positions of width d,
+# and gives as many. (Attention stands here without its four matrices, the
+# *projections*, as Table 1 counts it, unless they are given.)
 
 
 # %%
@@ -1683,9 +1701,10 @@ def residual_then_norm(norm_first=False):
 #
 # An encoder layer has two sub-layers: self-attention, in which each source
 # position looks at all source positions, and the feed-forward network.
-# Their classes follow in Sections 3.2 and 3.3; here it is enough that
-# attention takes queries, keys and values, all made from positions, and a
-# mask, which says who may look where.
+# Their classes follow in Sections 3.2 and 3.3 (so a layer can be made only
+# when the cells there have run); here it is enough that attention takes
+# queries, keys and values, all made from positions, and a mask, which says who
+# may look where.
 
 
 # %%
@@ -5932,10 +5951,11 @@ def adam_updates(weight, gradients, rate, eps): ...
 # %% [markdown]
 # ### 5.4 Regularization
 #
-# The paper speaks of three kinds of regularization, and has paragraphs on two:
-# dropout and label smoothing. (Which is the third, it does not say. Perhaps it
-# counts dropout's two places as two. Or it means dropout of attention weights,
-# which its published code has: see 3.2.2.)
+# *Regularization* is what keeps a model from learning its text by heart. The
+# paper speaks of three kinds of it, and has paragraphs on two: dropout and
+# label smoothing. (Which is the third, it does not say. Perhaps it counts
+# dropout's two places as two. Or it means dropout of attention weights, which
+# its published code has: see 3.2.2.)
 #
 # **Dropout** (Srivastava et al., 2014), with rate 0.1 in base, falls in two
 # places: on what a sub-layer adds to the residual, and on the sum of embedding
@@ -6133,8 +6153,8 @@ def loss_against_confidence(vocab=100):
 # never report a smoothed loss as perplexity (e to the mean loss: among how
 # many words the model hesitates). The paper reports an exchange: perplexity
 # gets worse, for the model holds some probability back on purpose; but more
-# words are right, and so is more of the translation, by BLEU (*How good is
-# it?*, below): in its Table 3 base has perplexity 4.92 and BLEU 25.8, without
+# words are right, and so is more of the translation, by BLEU (*How good is it?
+# BLEU*, below): in its Table 3 base has perplexity 4.92 and BLEU 25.8, without
 # smoothing 4.67 and 25.3. Section 6.2 tries that on a small language. The same
 # loss from torch:
 
@@ -7792,8 +7812,9 @@ nucleus_in_loops.judged_by(
 # ```
 #
 # Now replace `argmax` in `greedy_plain` by a draw from the nucleus of each row
-# (`torch.multinomial`) and see what the model says when it is not asked for
-# the likeliest.
+# (one made for a single row needs `torch.stack([nucleus(row, p) for row in
+# logits])`; `torch.multinomial` draws one word of each) and see what the model
+# says when it is not asked for the likeliest.
 #
 # </details>
 
@@ -7886,8 +7907,8 @@ def attention_of_all_places(Q, K, V): ...
 # fast on the machine at hand, and checks that it computes the same, but for
 # rounding, and for dropout, which draws other numbers and rounds its rate. The
 # weights stay where they are, so a model can be trained in one form and used
-# in the other. (Nothing later depends on how this is done: you may go on to *A
-# first example: copying*.)
+# in the other. (Nothing later depends on how this is done: run the
+# cells, and go on to *A first example: copying*.)
 #
 # ### What the machine can do
 #
@@ -8462,7 +8483,7 @@ def kernels_run(device):
     if not importlib.util.find_spec("triton"):
         return False
     if torch.cuda.get_device_capability(device) < (8, 0):
-        return False  # before Ampere (2020): no products in bfloat16
+        return False  # before Ampere: no products in bfloat16
     try:
         x = torch.zeros(1, 1, 48, device=device, dtype=torch.bfloat16)
         short_attention(x, None, x[:, None, :, :1] == 0, 1)
@@ -12517,7 +12538,10 @@ most_agreed_in_loops.judged_by(
 # For the afternoon: draw twenty translations of each of 200 sentences, with
 # the nucleus of the chapter on greedy decoding, and let them vote, with BLEU
 # or your own measure of agreement. Is the elected one better than the beam's?
-# (*Levers beyond the paper* lets the texts of the beam itself vote.)
+# (To translate texts by your `greedy_plain`, let it take a further
+# `begin=None`, which it need not use, and call
+# `translator.search(translator.split_all(texts), greedy_plain)`. *Levers
+# beyond the paper* lets the texts of the beam itself vote.)
 #
 # </details>
 
@@ -15363,7 +15387,7 @@ def rollout(weights): ...
 # ## Levers beyond the paper
 #
 # The paper had 4.5 million pairs of sentences. With 29,000, two things become
-# scarce: text, which calls for more *regularization* (ways to keep a model
+# scarce: text, which calls for more regularization (ways to keep a model
 # from learning its few examples by heart), and, on a laptop, time. Here is
 # what may help. All but the last five are options of `train`. The presets of
 # the paper have all of them off; `laptop` has pre-norm (with dropout 0.2), the
@@ -22548,8 +22572,9 @@ def main(argv):
 # variable x of the function f. Matrices are as in the paper, where a row x
 # becomes x W; `nn.Linear` keeps them transposed. The letters of the shapes are
 # those of *Start here*; a number has the shape (). In Table 1, n is the number
-# of words, d the width, and k that of a convolution. D, K, V, W, F, b, g, k,
-# n, α and ε have more than one meaning, which the place tells apart.
+# of words, d the width, and k that of a convolution. A, B, D, E, F, K, R, V,
+# W, b, g, h, k, n, r, α and ε have more than one meaning, which the place
+# tells apart.
 #
 # | symbol | meaning | shape | in the code | where |
 # |---|---|---|---|---|
@@ -22612,12 +22637,16 @@ def main(argv):
 #   (*3.2 Attention*).
 # * **attention weights**: how much each key counts for a query: the softmax of
 #   the scores (*3.2.1 Scaled dot-product attention*).
+# * **autograd**: PyTorch's way to find all gradients, going back from the loss
+#   (*3 The model*).
 # * **batch**: sentences that go through the model together (*The task we use
 #   throughout*).
 # * **beam**: the beginnings that a search keeps at each step (*6.1 Beam
 #   search*).
 # * **BLEU**: a score of translations, from the runs of words they share with a
 #   reference (*How good is it? BLEU*).
+# * **brevity penalty**: what BLEU takes off an output that is too short (*How
+#   good is it? BLEU*).
 # * **byte-pair encoding**: cutting words into pieces, found by joining
 #   frequent pairs (*Byte-pair encoding*).
 # * **causal mask**: hides what is later than the query (*3.2.3 Three uses, two
@@ -22634,6 +22663,9 @@ def main(argv):
 # * **embedding**: the row of a matrix that stands for a token (*3.4 Embeddings
 #   and softmax*).
 # * **encoder**: the stack that reads the source (*3 The model*).
+# * **ensemble**: several models that are asked together (*6 Results*).
+# * **entropy**: the sum of −p · log p: how undecided probabilities are (*5.4
+#   Regularization*).
 # * **epoch**: one pass through all pairs (*Batches*).
 # * **feed-forward network**: the sub-layer in which each position works for
 #   itself (*3 The model*).
@@ -22663,6 +22695,7 @@ def main(argv):
 #   Three uses, two masks*).
 # * **memory**: what the encoder gives the decoder: one vector for each source
 #   token (*3 The model*).
+# * **merge**: two neighbouring pieces that become one (*Byte-pair encoding*).
 # * **n-gram**: a run of n words (*How good is it? BLEU*).
 # * **optimizer**: the rule that turns gradients into steps (*5.3 Optimizer*).
 # * **overfitting**: knowing the training text better than new text of the
@@ -22671,18 +22704,24 @@ def main(argv):
 #   use throughout*).
 # * **perplexity**: e to the mean loss: among how many words the model
 #   hesitates (*5.4 Regularization*).
+# * **piece**: a part of a word, or a whole one, as a token (*Byte-pair
+#   encoding*).
 # * **positional encoding**: a vector for each position, added to the embedding
 #   (*3.5 Positional encoding*).
 # * **post-norm**: the norm after the sum, as in the paper (*Post-norm and
 #   pre-norm*).
 # * **pre-norm**: the norm before the sub-layer (*Post-norm and pre-norm*).
+# * **projection**: a product with a learned matrix (*3.2.2 Multi-head
+#   attention*).
 # * **query**: the vector with which a position asks (*3.2 Attention*).
 # * **reference**: the given translation that an output is compared with (*How
 #   good is it? BLEU*).
 # * **regularization**: what keeps a model from learning its text by heart
-#   (*Levers beyond the paper*).
+#   (*5.4 Regularization*).
 # * **residual connection**: a sub-layer's input, added to its output (*3.1
 #   Encoder and decoder stacks*).
+# * **score**: how well a query fits a key, before the softmax (*3.2.1 Scaled
+#   dot-product attention*).
 # * **self-attention**: attention within one sentence (*The layers*).
 # * **softmax**: e to the power of each score, divided by the sum of all
 #   (*3.2.1 Scaled dot-product attention*).

@@ -6,6 +6,7 @@ import mmap
 import platform
 import weakref
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -598,3 +599,30 @@ def test_recorded_updates_go_on_from_a_checkpoint(a_run, tmp_path):
     assert run.step == 30
     by_recorded_updates(run, pairs)
     torch.testing.assert_close(ends(run), expected, rtol=0, atol=0)
+
+
+class Reached(Exception):
+    """What was changed is used."""
+
+
+@pytest.mark.parametrize("name", ["attention", "smoothed_loss", "Cache.read"])
+def test_a_change_reaches_the_small_trainings_not_the_quicker_forms(
+    name, monkeypatch
+):
+    """As *Start here* says to those who edit."""
+
+    def changed(*args, **how):
+        raise Reached
+
+    monkeypatch.setattr(f"annotated_transformer.{name}", changed)
+    recipe = replace(book.COPY_RECIPE, steps=2)
+    monkeypatch.setattr(book, "COPY_RECIPE", recipe)
+    _, losses, _ = book.train_copy()
+    assert len(losses) == 2
+    monkeypatch.setitem(book.TOY_RECIPE, "steps", 2)
+    translator, losses = book.toy_translator.__wrapped__()
+    assert len(losses) == 2 and translator.translate(["der Hund schläft ."])
+    small = replace(book.SMALL_RECIPE, steps=2)
+    with pytest.raises(Reached):
+        model, _ = book.train_small(recipe=small)
+        book.measure_small(model, book.greedy)
