@@ -79,9 +79,10 @@
 # (none runs again by itself). They will tell you what you broke; breaking
 # things on purpose is the best exercise. But the copy task and the
 # German-English model are trained, and write, by the quicker forms of *Making
-# it fast*. These do not call `attention`, `smoothed_loss` or `Cache`, so what
-# you change there does not reach them. And once trained, both are kept. To see
-# what a change does to a training, run `model, loss = train_small()` and then
+# it fast*, which do not call `attention`, `smoothed_loss` or `Cache`. What you
+# change there does not reach them; where the model has become another, they
+# refuse to write. And once trained, both are kept. To see what a change does
+# to a training, run `model, loss = train_small()` and then
 # `measure_small(model, greedy)` (*A gallery of bugs*): the plain forms, in a
 # few seconds.
 #
@@ -7116,7 +7117,8 @@ def training(
     this.
 
     `batches` must not run out before the last update (InputError), as
-    `stream` never does.
+    `stream` never does. The optimizer's rates are replaced by `recipe.rate`:
+    for a schedule of your own, override it in a subclass of Recipe.
     """
     optimizer, batches = optimizer or adam(model), iter(batches)
     weights = list(model.parameters())
@@ -7463,7 +7465,12 @@ def greedy_plain(model, src, extra=50):
 
 # %%
 class Cache:
-    """The decoder, one place at a time, keeping keys and values."""
+    """The decoder, one place at a time, keeping keys and values.
+
+    Of an attention it uses W_Q, W_K, W_V, W_O and `split`, never `forward`:
+    if yours differs there, override `look_back` and `consult`, and compare
+    with `greedy_plain`. For use within `evaluating(model)`.
+    """
 
     def __init__(self, model, memory, mask, width=1):
         """`memory` (A, S, D) and `mask` as `encode` gives them."""
@@ -7524,7 +7531,11 @@ class Cache:
         return [self.read(words)]
 
     def keep(self, texts, sources=None):
-        """Keep these texts, in this order, and these sources (indices)."""
+        """Keep these texts, in this order, and these sources (indices).
+
+        `width` texts for each source that is kept, in the sources' order, and
+        each in the place of a text of the same source.
+        """
         self.own = [(K[texts], V[texts]) for K, V in self.own]
         if sources is not None:
             self.mask = self.mask[sources]
@@ -8041,7 +8052,8 @@ def backward_in_slices(
     """`backward`, with the loss finished `rows` positions at a time.
 
     `rows`: by default 256, on a GPU up to 8,192. `half`: its products in
-    bfloat16. `onednn`: else by oneDNN (see below).
+    bfloat16. `onednn`: else by oneDNN (see below). The embedding's matrix is
+    used, not its `logits`: if you change those, or the loss, take `backward`.
     """
     states = model.states(batch.src, batch.read).flatten(0, 1)  # (B·T, D)
     labels = batch.labels.flatten()  # (B·T,)
@@ -8425,6 +8437,14 @@ class FusedAttention(MultiHeadAttention):
 
     kernels = False  # whether they run here: `kernels_run`, told by `fast`
 
+    def joins(self):
+        """Whether its maps are matrices alone, which it can join."""
+        return all(
+            type(linear) in (nn.Linear, HalfLinear, OneDnnLinear)
+            and linear.bias is None
+            for linear in (self.W_Q, self.W_K, self.W_V)
+        )
+
     def project(self, x, *maps):
         """(B, T, D) through n linear maps at once -> (B, T, n·D)"""
         weight = torch.cat([linear.weight for linear in maps])
@@ -8511,7 +8531,8 @@ def fast(model, half=False, onednn=False):
     """Give a model's parts their fast form, in place; the same weights.
 
     `half`: products in bfloat16 as well, in training; else, with `onednn`,
-    those in 32 bits by oneDNN.
+    those in 32 bits by oneDNN. Classes of your own stay, and so does an
+    attention with maps of your own; exchange them before this is called.
     """
     products = HALF if half else ONEDNN if onednn else {}
     exchange(plain(model), FAST | products)
@@ -8519,6 +8540,8 @@ def fast(model, half=False, onednn=False):
     for part in model.modules():
         if isinstance(part, FusedAttention):
             part.kernels = kernels
+            if not part.joins():
+                part.__class__ = MultiHeadAttention
     return model
 
 
@@ -9436,12 +9459,43 @@ class Reader:
 # come sorted by length, so in parts of 64 they need little padding.
 
 
+#
+# A Writer takes the model apart: it knows where the weights are, and does the
+# rest itself. A part with a formula of its own (say, turned queries) it would
+# write by the book's, without a word. So at first it reads two short drawn
+# texts, and the model does; if their logits differ by more than rounding, it
+# refuses.
+
+
 # %%
+def written_otherwise(model, begin, places=4):
+    """How far a cache's logits are from the model's, in parts of their spread.
+
+    `begin` makes the cache. Random numbers are left as they are.
+    """
+    draw = torch.Generator().manual_seed(0)
+    device = next(model.parameters()).device
+    sizes = model.config.src_vocab, model.config.tgt_vocab
+    src, tgt = (
+        torch.randint(min(UNK, V - 1), V, (2, places), generator=draw)
+        for V in sizes
+    )
+    src[0, -1] = PAD
+    src, tgt = src.to(device), tgt.to(device)
+    with evaluating(model):
+        whole, cache = model(src, tgt), begin(src)
+        found = torch.stack([cache.read(words) for words in tgt.T], 1)
+    return float((found - whole).abs().mean() / whole.std())
+
+
 LEAST = 16  # places of keys and values: MKL is asked if 16 K >= 400
 
 
 class Writer:
-    """A model's weights laid out for writing; made anew when they change."""
+    """A model's weights laid out for writing; made anew when they change.
+
+    InputError if the model computes something else than the book's.
+    """
 
     rows = 128  # about so many texts are in a part of the logits
 
@@ -9454,6 +9508,12 @@ class Writer:
         pairs = [[heads.W_K, heads.W_V] for heads in across]
         self.KV = Product(sum(pairs, []), kind=kind)
         self.logits = Product([model.tgt_embedding], kind=kind)
+        if written_otherwise(model, self.begin) > (0.03 if kind else 0.01):
+            raise InputError(
+                "a Writer would leave out what was changed in this model: "
+                "write with greedy_plain or beam_search_plain; or with a "
+                "Cache, unless attention is what differs"
+            )
 
     def begin(self, src, width=1):
         """A cache for (A, S) source ids, of which nothing is written yet."""
@@ -11102,12 +11162,16 @@ class Translator(Coder):
         other.kind = self.kind
         return other
 
+    def begin(self):
+        """What begins a cache; override it for a model with its own formula"""
+        return Writer(self.model, self.kind).begin
+
     def search(self, sentences, decode, max_tokens=4096):
         """Call decode(model, src, begin=…) on batches of source tokens.
 
         Returns what it gives for each sentence; None for an empty one.
         """
-        begin = Writer(self.model, self.kind).begin
+        begin = self.begin()
         device = next(self.model.parameters()).device
         sources = [self.src_vocab.encode(words) for words in sentences]
         empty = int(self.both)  # the tag alone
@@ -12696,7 +12760,7 @@ class NarrowAttention(MultiHeadAttention):
 
 def narrow(model, d_k):
     """Give all attentions of a model queries and keys of width d_k."""
-    exchange(model, {MultiHeadAttention: NarrowAttention})
+    exchange(plain(model), {MultiHeadAttention: NarrowAttention})
     for part in model.modules():
         if isinstance(part, NarrowAttention):
             for name in ("W_Q", "W_K"):
@@ -17004,7 +17068,17 @@ def describe(translator):
     }
     if translator.lowercase:
         description["lowercase"] = True
-    if isinstance(translator.src_vocab, Vocabulary):
+    vocabs = translator.src_vocab, translator.tgt_vocab
+    kinds = {type(vocab) for vocab in vocabs}
+    if kinds != {Vocabulary} and (
+        kinds != {Pieces} or vocabs[0].model != vocabs[1].model
+    ):
+        raise InputError(
+            "only two of Vocabulary, or the same Pieces twice, can be saved: "
+            "keep a vocabulary of your own yourself, and the weights by "
+            "torch.save(model.state_dict(), path)"
+        )
+    if kinds == {Vocabulary}:
         description["src_words"] = translator.src_vocab.words
         description["tgt_words"] = translator.tgt_vocab.words
     else:
@@ -17019,10 +17093,19 @@ def describe(translator):
 
 # %% tags=["plumbing"]
 def save_translator(translator, folder, half=False, **facts):
-    """Write model.json, the pieces, and weights.pt; `facts` join the first."""
+    """Write model.json, the pieces, and weights.pt; `facts` join the first.
+
+    Warns of a model with formulas of its own: `load_translator` makes the
+    book's Transformer.
+    """
+    try:
+        Writer(translator.model)
+    except InputError:
+        told = f"{folder}: parts of this model are your own; it is loaded as "
+        warnings.warn(f"{told}the book's Transformer", stacklevel=2)
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     description = {**describe(translator), **facts}
+    folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(description, ensure_ascii=False, indent=1)
     if "pieces" in description:
         pieces = translator.src_vocab.model
@@ -17121,7 +17204,8 @@ def load_translator(folder, device="cpu"):
     except (RuntimeError, TypeError, AttributeError):
         raise InputError(
             f"{folder}: weights.pt is not of the model in model.json; the "
-            "two files must come from the same run"
+            "two files must come from the same run (of a model with parts of "
+            "your own, load weights.pt by load_state_dict)"
         ) from None
     how = facts.get("both", False), facts.get("lowercase", False)
     return Translator(model.eval(), vocabularies, facts["languages"], *how)
@@ -17726,8 +17810,9 @@ class PackedPairs:
 # %%
 def encode_portion(translator, pairs, cut=None):
     """What `encode_texts` gives for each pair of a list, but faster."""
-    vocab = translator.src_vocab
-    if cut or not isinstance(vocab, Pieces):
+    vocab, other = translator.src_vocab, translator.tgt_vocab
+    same = type(vocab) is type(other) is Pieces and vocab.model == other.model
+    if cut or not same:
         return [translator.encode_texts(*pair, cut) for pair in pairs]
     tag = vocab.encode(translator.split(""))[:-1]
     small = (map(translator.small, side) for side in zip(*pairs))
@@ -20800,6 +20885,7 @@ def ctranslate2_spec(translator, places=1100):
         raise InputError(
             "--format ctranslate2 needs a package: pip install ctranslate2"
         ) from None
+    Writer(translator.model)  # refuses what is not the book's Transformer
     model = copy.deepcopy(translator.model)  # its int8 is made in place
     c, target = model.config, model.tgt_embedding
     spec = TransformerSpec.from_config(c.N, c.h, pre_norm=c.norm_first)

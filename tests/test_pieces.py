@@ -439,3 +439,29 @@ def test_many_spellings_cost_a_perfect_model_something(german):
         for dropout in (0.0, 0.1, 0.2)
     ]
     assert prices[0] == 0 < prices[1] < prices[2] < 2
+
+
+def test_vocabularies_that_could_not_be_loaded_are_not_saved(tmp_path):
+    class Letters(book.Vocabulary):
+        def split(self, text, language):
+            return list(text)
+
+    texts = ["ein Hund rennt .", "a dog runs .", "zwei Hunde rennen ."] * 9
+    words = book.Vocabulary(["Hund", "dog"])
+    letters, one = Letters(["a", "b"]), book.Pieces.learn(texts, 40)
+    other = book.Pieces.learn(texts, 42)
+    assert one.model != other.model
+    for pair in (letters, letters), (one, other), (one, words), (words, one):
+        translator = book.new_translator(pair, ("de", "en"), SIZES)
+        with pytest.raises(InputError, match="vocabulary of your own"):
+            book.save_translator(translator, tmp_path / "new")
+        assert not (tmp_path / "new").exists()
+
+
+def test_each_side_is_cut_by_its_own_pieces():
+    texts = ["ein Hund rennt .", "a dog runs .", "zwei Hunde rennen ."] * 9
+    pair = book.Pieces.learn(texts, 40), book.Pieces.learn(texts[:2] * 9, 34)
+    translator = book.new_translator(pair, ("de", "en"), SIZES)
+    [(src, tgt)] = book.encode_portion(translator, [texts[:2]])
+    assert src == pair[0].encode(pair[0].split(texts[0], "de"))
+    assert tgt[1:] == pair[1].encode(pair[1].split(texts[1], "en"))

@@ -4,10 +4,12 @@ import gc
 import itertools
 import mmap
 import platform
+import re
 import weakref
 from collections import Counter
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +17,9 @@ import torch
 
 import annotated_transformer as book
 from annotated_transformer import BOS, EOS, PAD
+
+ROOT = Path(__file__).resolve().parent.parent
+SIZES = dict(N=2, d_model=16, d_ff=16, h=2)
 
 
 def some_batches():
@@ -605,7 +610,14 @@ class Reached(Exception):
     """What was changed is used."""
 
 
-@pytest.mark.parametrize("name", ["attention", "smoothed_loss", "Cache.read"])
+def two_updates(monkeypatch):
+    """Let the trainings that the book keeps end after two updates."""
+    recipe = replace(book.COPY_RECIPE, steps=2)
+    monkeypatch.setattr(book, "COPY_RECIPE", recipe)
+    monkeypatch.setitem(book.TOY_RECIPE, "steps", 2)
+
+
+@pytest.mark.parametrize("name", ["smoothed_loss", "Cache.read"])
 def test_a_change_reaches_the_small_trainings_not_the_quicker_forms(
     name, monkeypatch
 ):
@@ -615,14 +627,134 @@ def test_a_change_reaches_the_small_trainings_not_the_quicker_forms(
         raise Reached
 
     monkeypatch.setattr(f"annotated_transformer.{name}", changed)
-    recipe = replace(book.COPY_RECIPE, steps=2)
-    monkeypatch.setattr(book, "COPY_RECIPE", recipe)
+    two_updates(monkeypatch)
     _, losses, _ = book.train_copy()
     assert len(losses) == 2
-    monkeypatch.setitem(book.TOY_RECIPE, "steps", 2)
     translator, losses = book.toy_translator.__wrapped__()
     assert len(losses) == 2 and translator.translate(["der Hund schläft ."])
-    small = replace(book.SMALL_RECIPE, steps=2)
     with pytest.raises(Reached):
-        model, _ = book.train_small(recipe=small)
+        model, _ = book.train_small(recipe=replace(book.SMALL_RECIPE, steps=2))
         book.measure_small(model, book.greedy)
+
+
+def test_with_another_attention_the_quicker_forms_refuse_to_write(monkeypatch):
+    """Their training does not ask it, so it would go unnoticed."""
+    right = book.attention
+
+    def unscaled(Q, K, V, mask=None, drop=None):
+        return right(Q * Q.size(-1) ** 0.5, K, V, mask, drop)
+
+    monkeypatch.setattr(book, "attention", unscaled)
+    two_updates(monkeypatch)
+    with pytest.raises(book.InputError, match="was changed in this model"):
+        book.train_copy()
+    model, _ = book.train_small(recipe=replace(book.SMALL_RECIPE, steps=2))
+    book.measure_small(model, book.greedy)
+
+
+class Gelu(book.FeedForward):
+    def forward(self, x):
+        return self.W_2(torch.nn.functional.gelu(self.W_1(x)))
+
+
+class Louder(book.Residual):
+    def forward(self, x, sublayer):
+        return 2 * super().forward(x, sublayer)
+
+
+class AndBias(book.Embedding):
+    def logits(self, x):
+        return super().logits(x) + torch.arange(float(len(self.weight)))
+
+
+class Turning(book.MultiHeadAttention):
+    """Its formula is its own, its matrices are where they were."""
+
+    def forward(self, query, key, value, mask=None):
+        return super().forward(2 * query, key, value, mask)
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("part", [Gelu, Louder, AndBias, Turning])
+def test_a_writer_refuses_what_it_would_leave_out(part, norm_first):
+    model = book.tiny_model(norm_first=norm_first)
+    book.Writer(model)
+    book.exchange(model, {part.__mro__[1]: part})
+    with pytest.raises(book.InputError, match="was changed in this model"):
+        book.Writer(model)
+
+
+@pytest.mark.parametrize("preset", ["tiny", "base"])
+@pytest.mark.parametrize("kind", [None, torch.bfloat16])
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_a_writer_takes_what_is_only_rounded(preset, kind, norm_first):
+    torch.manual_seed(0)
+    config = book.Config(
+        900, 900, norm_first=norm_first, **book.PRESETS[preset]
+    )
+    model = book.Transformer(config)
+    far = book.written_otherwise(model, book.Writer(model, kind).begin)
+    assert far < (0.01 if kind else 1e-4)
+
+
+class Adapted(torch.nn.Linear):
+    """A map with an adapter: weights beside its matrix."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes, bias=False)
+        self.beside = torch.nn.Parameter(torch.ones(self.out_features))
+
+    def forward(self, x):
+        return super().forward(x) * self.beside
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize(
+    "new", [Adapted, torch.nn.Linear], ids=["adapter", "bias"]
+)
+def test_fast_leaves_maps_that_are_more_than_a_matrix_as_they_are(new, half):
+    model = book.tiny_model()
+    attention = model.encoder.layers[0].self_attention
+    D = model.config.d_model
+    attention.W_Q = new(D, D)
+    book.fast(model, half)
+    assert type(attention) is book.MultiHeadAttention
+    others = model.encoder.layers[1].self_attention
+    assert type(others) is book.FusedAttention
+    batch = next(some_batches())
+    book.backward_in_slices(model, batch, batch.count(), 0.1)
+    for name, weight in attention.W_Q.named_parameters():
+        assert weight.grad is not None and weight.grad.any(), name
+
+
+def words_of(*vocab):
+    return book.Vocabulary([*book.SPECIALS, *vocab])
+
+
+def test_what_the_readme_builds_on_runs(monkeypatch):
+    """Its Python runs as it stands, and a Translator of one's own writes."""
+    monkeypatch.chdir(ROOT)
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    names = {}
+    for block in re.findall(r"(?ms)^```python\n(.*?)^```\n", text):
+        exec(block, names)
+    vocab = words_of(*"abcdefgh")
+    plain = book.new_translator((vocab, vocab), ("de", "en"), SIZES)
+    model = book.exchange(plain.model, {book.FeedForward: names["Gelu"]})
+    ours = names["OurTranslator"](model, (vocab, vocab), ("de", "en"))
+    sources = [["a", "b", "c"], ["h"], ["d", "d"]]
+    found = ours.search(sources, book.greedy)
+    src = book.pad([vocab.encode(words) for words in sources])
+    assert found == book.greedy_plain(model, src)
+    with pytest.raises(book.InputError, match="was changed in this model"):
+        plain.search(sources, book.greedy)
+
+
+def test_saving_a_model_with_parts_of_its_own_warns(tmp_path, recwarn):
+    vocab = words_of("a", "b")
+    translator = book.new_translator((vocab, vocab), ("de", "en"), SIZES)
+    book.save_translator(translator, tmp_path)
+    assert not recwarn.list
+    book.exchange(translator.model, {book.FeedForward: Gelu})
+    with pytest.warns(UserWarning, match="parts of this model are your own"):
+        book.save_translator(translator, tmp_path)
