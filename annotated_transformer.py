@@ -7918,8 +7918,8 @@ def attention_of_all_places(Q, K, V): ...
 # fast on the machine at hand, and checks that it computes the same, but for
 # rounding, and for dropout, which draws other numbers and rounds its rate. The
 # weights stay where they are, so a model can be trained in one form and used
-# in the other. (Nothing later depends on how this is done: run the
-# cells, and go on to *A first example: copying*.)
+# in the other. (Nothing later depends on how this is done: run the cells, and
+# go on to *A first example: copying*.)
 #
 # ### What the machine can do
 #
@@ -8488,33 +8488,10 @@ class FusedAttention(MultiHeadAttention):
 
 # %% [markdown]
 # **The switch** exchanges the classes of a model's parts. Their weights and
-# their names stay. On a GPU it also finds out whether the kernels of *A kernel
-# of our own* can be used, by using one: Triton needs a C compiler, the headers
-# of Python and the GPU's driver, and what can't be had must not stop a
-# training.
+# their names stay.
 
 
 # %%
-@functools.cache
-def kernels_run(device):
-    """Whether our kernels run there: an NVIDIA GPU, and all Triton needs."""
-    if device.type != "cuda" or torch.version.hip:  # AMD's are "cuda", too
-        return False
-    if not importlib.util.find_spec("triton"):
-        return False
-    if torch.cuda.get_device_capability(device) < (8, 0):
-        return False  # before Ampere: no products in bfloat16
-    try:
-        x = torch.zeros(1, 1, 48, device=device, dtype=torch.bfloat16)
-        short_attention(x, None, x[:, None, :, :1] == 0, 1)
-    except Exception as error:
-        told = str(error).strip().partition("\n")[0]
-        told = f"attention by torch's function, not our kernel: {told}"
-        warnings.warn(told, stacklevel=2)
-        return False
-    return True
-
-
 FAST = {Dropout: ByteDropout, MultiHeadAttention: FusedAttention}
 HALF = {nn.Linear: HalfLinear, FeedForward: HalfFeedForward}
 ONEDNN = {nn.Linear: OneDnnLinear}
@@ -8549,6 +8526,34 @@ def plain(model):
     """Give the parts of a fast model their plain form again."""
     changes = [*FAST.items(), *HALF.items(), *ONEDNN.items()]
     return exchange(model, {new: old for old, new in changes})
+
+
+# %% [markdown]
+# On a GPU the switch also asks whether the kernels of *A kernel of our own*
+# can be used, and finds out by using one: Triton needs a C compiler, the
+# headers of Python and the GPU's driver, and what can't be had must not stop a
+# training.
+
+
+# %% tags=["plumbing"]
+@functools.cache
+def kernels_run(device):
+    """Whether our kernels run there: an NVIDIA GPU, and all Triton needs."""
+    if device.type != "cuda" or torch.version.hip:  # AMD's are "cuda", too
+        return False
+    if not importlib.util.find_spec("triton"):
+        return False
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return False  # before Ampere: no products in bfloat16
+    try:
+        x = torch.zeros(1, 1, 48, device=device, dtype=torch.bfloat16)
+        short_attention(x, None, x[:, None, :, :1] == 0, 1)
+    except Exception as error:
+        told = str(error).strip().partition("\n")[0]
+        told = f"attention by torch's function, not our kernel: {told}"
+        warnings.warn(told, stacklevel=2)
+        return False
+    return True
 
 
 # %% [markdown]
@@ -8829,10 +8834,9 @@ def memory_of_an_update():
 # memory: each reads its input, does little with it, and writes the result, for
 # the next to read. `torch.compile` watches the model run and writes one
 # function for the machine itself, a *kernel*, for several of them, which reads
-# and writes once. In
-# `slice_of_loss` the target is taken away at single places, which interrupts
-# such a row of operations. So the compiler gets the loss of a slice once more,
-# as one would write it down:
+# and writes once. In `slice_of_loss` the target is taken away at single
+# places, which interrupts such a row of operations. So the compiler gets the
+# loss of a slice once more, as one would write it down:
 
 
 # %%
@@ -9078,9 +9082,9 @@ def attention_kernel_back(
 # its gradient is. The blocks have the next power of two of rows, and at least
 # 16, as `tl.dot` wants. `kernel[(B * h,)](…)` starts B·h programs, each on
 # four *warps*, groups of 32 threads. Each pair of block sizes is compiled when
-# it first occurs, in a second or so for each kernel, more than once if some
-# lengths are multiples of 16, which Triton makes use of. What is compiled is
-# kept on disk.
+# it first occurs, which makes the first updates slower, and more than once if
+# some lengths are multiples of 16, which Triton makes use of. What is compiled
+# is kept on disk.
 
 
 # %% tags=["plumbing"]
@@ -9208,8 +9212,8 @@ def as_graph(work, device, pool=None):
 # %% [markdown]
 # **Measured on a GPU.** Base, on an NVIDIA H200, with updates of 25,000 places
 # (texts of 32, which fill the kernel's blocks; 33 places would be computed as
-# 64) and products in 16 bits: as it is it reaches 0.19 of the rate
-# of one large product, compiled 0.33, compiled and recorded 0.39. torch's own
+# 64) and products in 16 bits: as it is it reaches 0.19 of the rate of one
+# large product, compiled 0.33, compiled and recorded 0.39. torch's own
 # Transformer reaches 0.18, 0.29 and 0.30, so ours is 1.06, 1.10 and **1.30**
 # times as fast in the same form (PyTorch 2.11; `benchmarks/gpu.py`,
 # `results/benchmarks-gpu.json`, commit 201e130).
@@ -9224,7 +9228,9 @@ def as_graph(work, device, pool=None):
 # benchmark; what the pieces cost alone was not measured. The products alone,
 # at the full rate, would take 12. Compiled but not recorded, the GPU waits for
 # the processor again: 37.9 ms. (`train` has `--compile` and `--record`, but
-# not yet both in one.)
+# not yet both in one. And the kernel has changed a little since: tests compute
+# with its present form by Triton's interpreter, and compile it, but it has not
+# run on a GPU.)
 #
 # Of tiny, seven trainings at once, recorded, made 159,000 to 167,000 real
 # target tokens a second each on such a GPU (by NVIDIA's MPS, which lets
@@ -9457,8 +9463,6 @@ class Reader:
 # The `Writer` is made once for a model and serves many batches. It reads the
 # sources, and begins a cache with their keys and values. Sentences mostly
 # come sorted by length, so in parts of 64 they need little padding.
-
-
 #
 # A Writer takes the model apart: it knows where the weights are, and does the
 # rest itself. A part with a formula of its own (say, turned queries) it would
@@ -15451,12 +15455,12 @@ def rollout(weights): ...
 # ## Levers beyond the paper
 #
 # The paper had 4.5 million pairs of sentences. With 29,000, two things become
-# scarce: text, which calls for more regularization (ways to keep a model
-# from learning its few examples by heart), and, on a laptop, time. Here is
-# what may help. All but the last five are options of `train`. The presets of
-# the paper have all of them off; `laptop` has pre-norm (with dropout 0.2), the
-# falling rate and the moving average on, and products in 16 bits where they
-# pay. What they bring stands below, under *The levers, measured*.
+# scarce: text, which calls for more regularization, and, on a laptop, time.
+# Here is what may help. All but the last five are options of `train`. The
+# presets of the paper have all of them off; `laptop` has pre-norm (with
+# dropout 0.2), the falling rate and the moving average on, and products in 16
+# bits where they pay. What they bring stands below, under *The levers,
+# measured*.
 #
 # **Pre-norm**, and less dropout than tiny's 0.3. With the norm first, most
 # matrices get gradients of much the same size in all layers, from the start
