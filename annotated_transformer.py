@@ -9467,8 +9467,8 @@ class Reader:
 # A Writer takes the model apart: it knows where the weights are, and does the
 # rest itself. A part with a formula of its own (say, turned queries) it would
 # write by the book's, without a word. So at first it reads two short drawn
-# texts, and the model does; if their logits differ by more than rounding, it
-# refuses.
+# texts, and so does the model; if their logits differ by more than rounding,
+# it refuses.
 
 
 # %%
@@ -9492,6 +9492,11 @@ def written_otherwise(model, begin, places=4):
     return float((found - whole).abs().mean() / whole.std())
 
 
+# %% [markdown]
+# And the Writer itself:
+
+
+# %%
 LEAST = 16  # places of keys and values: MKL is asked if 16 K >= 400
 
 
