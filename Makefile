@@ -8,11 +8,13 @@ STAMP := .venv/.installed
 NOTEBOOK := notebooks/annotated_transformer.ipynb
 
 .DEFAULT_GOAL := help
-.PHONY: help notebook test bench claims run html sync check-sync tables format clean
+.PHONY: help install notebook test bench claims run html sync check-sync tables format clean
 
 help:  ## list these targets
 	@echo "The annotated Transformer. Choose a target:"
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
+
+install: $(STAMP)  ## install what is needed into .venv, and nothing more
 
 notebook: $(STAMP)  ## run the book and write its notebook, with outputs
 	$(PY) tools/notebook.py execute
@@ -69,7 +71,7 @@ $(STAMP): requirements.txt constraints.txt
 	    "$$("$$python" --version 2>/dev/null || echo not found). Name a newer one, for example:" \
 	    "PYTHON=python3.12 make notebook" >&2; exit 1; }
 	@$(WORKS) || "$(PYTHON)" -m venv --clear .venv
-	@echo "Installing into .venv: a few minutes, once ..."
+	@echo "Installing into .venv: a minute or more, once ..."
 	@$(PY) -m pip install --quiet -r requirements.txt -c constraints.txt
 	@touch $@
 
