@@ -74,8 +74,8 @@ SLIPS = {
         "convolutions_must_be_stacked",
     ),
     "waves of even spacing": (
-        "angle = position / 10_000 ** (pairs / d_model)",
-        "angle = position / (1 + 10_000 * pairs / d_model)",
+        "angle = position / 10_000 ** (two_i / d_model)",
+        "angle = position / (1 + 10_000 * two_i / d_model)",
         "wavelengths_are_geometric",
     ),
 }

@@ -65,8 +65,8 @@ SLIPS = {
         "model_equals_torch",
     ),
     "wrong exponent of the encoding": (
-        "angle = position / 10_000 ** (pairs / d_model)",
-        "angle = position / 10_000 ** (2 * pairs / d_model)",
+        "angle = position / 10_000 ** (two_i / d_model)",
+        "angle = position / 10_000 ** (2 * two_i / d_model)",
         "shifting_is_linear",
     ),
     "positions forgotten": (
@@ -100,13 +100,13 @@ SLIPS = {
         "model_equals_torch",
     ),
     "cross-attention without its mask": (
-        "self.cross_attention(q, memory, memory, src_mask)",
-        "self.cross_attention(q, memory, memory)",
+        "self.cross_attention(y, memory, memory, src_mask)",
+        "self.cross_attention(y, memory, memory)",
         "padding_changes_nothing",
     ),
     "the target's mask in cross-attention": (
-        "self.cross_attention(q, memory, memory, src_mask)",
-        "self.cross_attention(q, memory, memory, tgt_mask[:, :, -1:])",
+        "self.cross_attention(y, memory, memory, src_mask)",
+        "self.cross_attention(y, memory, memory, tgt_mask[:, :, -1:])",
         "model_equals_torch",
     ),
     "the future one step too near": (

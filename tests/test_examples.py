@@ -19,7 +19,7 @@ TRAINED = {  # these train a model first; the notebook runs them all
     for name, function in book.EXAMPLES.items()
     if TRAIN & {*re.findall(r"\w+(?=\()", inspect.getsource(function))}
     or name == "gallery_of_bugs"  # thirty of them
-} | {"one_means_after_another", "ways_of_writing"}  # these take their time
+} | {"one_technique_after_another", "ways_of_writing"}  # these take their time
 
 
 def every(key, tree):

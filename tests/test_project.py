@@ -71,7 +71,7 @@ def outputs_of(cell):
         yield output.get("data", {}).get("text/plain", "")
 
 
-TIMED = {"what_the_machine_can_do", "one_means_after_another",
+TIMED = {"what_the_machine_can_do", "one_technique_after_another",
          "ways_of_writing", "roofline_of_this_machine"}  # fmt: skip
 
 

@@ -265,11 +265,18 @@ def test_a_mean_has_all_its_trainings_each_once(tmp_path, monkeypatch):
     commands = re.findall("^train .*$", text, re.M)
     assert commands == [f"train {name}" for name in (*made, "mean")]
     assert "the mean of these 3 models" in text
-    [*_, row, _, commits] = results.multi30k_table()
+    [row], [source] = table_and_sources()
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     assert cells[0] == "en-de 1, mean"
     assert cells[-4:] == ["12", "0–1", "2+1", "180"]
-    assert "`first`+`on`+`other`+`mean`" in commits
+    assert source == "* en-de 1: `mean` (`first`+`on`+`other`+`mean`)"
+
+
+def table_and_sources():
+    """The rows of the table, and the files and commits of each."""
+    lines = results.multi30k_table()
+    rows = [line for line in lines[2:] if line.startswith("|")]
+    return rows, [line for line in lines if line.startswith("* ")]
 
 
 def test_a_run_may_begin_with_a_mean(tmp_path, monkeypatch):
@@ -291,11 +298,11 @@ def test_a_run_may_begin_with_a_mean(tmp_path, monkeypatch):
     assert commands == [f"train {name}" for name in (*made, "mean", "last")]
     assert "the mean of these 2 models" in text
     assert text.endswith("(from the mean)")
-    [*_, row, _, commits] = results.multi30k_table()
+    [row], [source] = table_and_sources()
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     assert cells[0] == "en-de 1"
     assert cells[-4:] == ["10+0.5", "0", "2", "157"]
-    assert "`first`+`other`+`mean`+`last`" in commits
+    assert source == "* en-de 1: `last` (`first`+`other`+`mean`+`last`)"
 
 
 def test_seeds_of_one_recipe_share_a_line(tmp_path, monkeypatch):
@@ -314,7 +321,7 @@ def test_seeds_of_one_recipe_share_a_line(tmp_path, monkeypatch):
         path = tmp_path / f"multi30k-{number}.json"
         path.write_text(json.dumps(facts), "utf-8")
     monkeypatch.setattr(results, "RESULTS", tmp_path)
-    _, _, *rows, _, commits = results.multi30k_table()
+    rows, sources = table_and_sources()
     cells = [[c.strip() for c in row.strip("|").split("|")] for row in rows]
     seeds = [(row[0], row[-3]) for row in cells]
     assert seeds == [
@@ -323,7 +330,9 @@ def test_seeds_of_one_recipe_share_a_line(tmp_path, monkeypatch):
     ]  # fmt: skip
     three = cells[0]
     assert three[1] == "42.0\u00b12.6" and three[-1] == "10"
-    assert "`c0` and `c1` and `c2`" in commits
+    first, *_, last = sources
+    assert first == "* en-de 1: `0`, `1`, `2` (`c0` and `c1` and `c2`)"
+    assert last == "* en-de 4: `6` (`c6`)"
 
 
 def test_a_gain_is_of_means_and_only_of_what_was_measured():

@@ -688,7 +688,7 @@ def multi30k_table():
         "| cores | min. |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    groups, commits, lines_of = {}, [], collections.Counter()
+    groups, sources, lines_of = {}, [], collections.Counter()
     paths = RESULTS.glob("multi30k-*.json")
     for path in sorted(paths, key=lambda path: path.stem):
         r = json.loads(path.read_text("utf-8"))
@@ -698,9 +698,10 @@ def multi30k_table():
         same["lowercase"] = r.get("lowercase", False)
         before = [stage["commit"] for stage in stages(r)[:-1]]
         key = r["direction"], cores(r), str([before, same, r["config"]])
-        groups.setdefault(key, []).append((r, recipe))
+        file = path.stem.removeprefix("multi30k-")
+        groups.setdefault(key, []).append((r, recipe, file))
     for (name, *_), members in groups.items():
-        runs, recipe = [r for r, _ in members], members[0][1]
+        runs, recipe = [r for r, *_ in members], members[0][1]
         test, val = ([r[part] for r in runs] for part in (TEST, "val"))
         both = ", both" if recipe["both"] else ""
         both += ", R-Drop" if recipe["r_drop"] else ""
@@ -732,8 +733,10 @@ def multi30k_table():
         own = [commits_of(r) for r in runs]
         own = [names[:1] if len({*names}) == 1 else names for names in own]
         own = ["+".join(f"`{name}`" for name in names) for names in own]
-        commits.append(" and ".join(dict.fromkeys(own)))
         lines_of[name] += 1
+        files = ", ".join(f"`{file}`" for *_, file in members)
+        own = " and ".join(dict.fromkeys(own))
+        sources.append(f"* {name} {lines_of[name]}: {files} ({own})")
         lines.append(
             f"| {name} {lines_of[name]}{both} | "
             f"{spread([t['bleu'] for t in test])} | "
@@ -741,8 +744,19 @@ def multi30k_table():
             f"{cased} | {chrf} | {pieces} | {steps} | {seeds} | {machines} | "
             f"{minutes} |"
         )
-    words = f"Commits, line by line: {', '.join(commits)}."
-    return [*lines, "", *textwrap.wrap(words, 76, break_on_hyphens=False)]
+    lines += [
+        "",
+        "<details><summary>The files and the commits of each line</summary>",
+        "",
+        "In `results/`; `multi30k-` before a name and `.json` after it are",
+        "left out here.",
+        "",
+    ]
+    for source in sources:
+        lines += textwrap.wrap(
+            source, 76, break_on_hyphens=False, subsequent_indent="  "
+        )
+    return [*lines, "", "</details>"]
 
 
 def levers_table():
