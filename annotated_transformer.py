@@ -848,566 +848,6 @@ def all_multiplications(n, d): ...
 
 
 # %% [markdown]
-# ### Table 1, counted
-#
-# *You may pass over this section, or come back after 3.3: it examines what was
-# said above. But run its cells, for later sections use two of its instruments,
-# `multiplications` and `depends`.* All three kinds of layer fit into a cell.
-# Each takes n positions of width d, and gives as many. (Attention stands here
-# without its four matrices, the *projections*, as Table 1 counts it, unless
-# they are given.)
-
-
-# %%
-def attending(x, *projections):
-    """Self-attention, (n, d) -> (n, d), with no or four projections."""
-    W_Q, W_K, W_V, W_O = projections or [None] * 4
-    Q, K, V = (x if W is None else x @ W for W in (W_Q, W_K, W_V))
-    mean = (Q @ K.T / math.sqrt(x.size(-1))).softmax(-1) @ V
-    return mean if W_O is None else mean @ W_O
-
-
-def recurring(x, W, U):
-    """The simplest recurrent layer, (n, d) -> (n, d)."""
-    states = [torch.zeros_like(x[:1])]
-    for new in (x @ W).split(1):  # one position after the other
-        states.append((new + states[-1] @ U).tanh())
-    return torch.cat(states[1:])
-
-
-def convolving(x, kernel, gap=1, groups=1):
-    """A convolution of width k, (n, d) -> (n, d); kernel (d, d, k).
-
-    Each position sees itself and k - 1 before it, `gap` apart.
-    """
-    before = F.pad(x.T[None], (gap * (kernel.size(-1) - 1), 0))
-    return F.conv1d(before, kernel, dilation=gap, groups=groups)[0].T
-
-
-# %% [markdown]
-# And four instruments. `multiplications` has torch count, on tensors that
-# have a shape but no numbers. `turns` walks back through what led to a
-# result, and finds the longest chain of products that had to wait for one
-# another. `depends` asks the derivatives which outputs depend on which
-# inputs. `growth` fits an exponent: cost grows as size to the power of it.
-
-
-# %% tags=["plumbing"]
-def multiplications(function, *shapes):
-    """How many multiplications a call takes in its matrix products."""
-    from torch.utils.flop_counter import FlopCounterMode
-
-    with torch.device("meta"), FlopCounterMode(display=False) as counter:
-        function(*(torch.empty(shape) for shape in shapes))
-    return counter.get_total_flops() // 2  # as many again are additions
-
-
-def turns(output):
-    """The longest chain of products, each waiting for the one before."""
-    products = ("Mm", "Bmm", "Addmm", "Convolution", "Mul")
-    longest, todo = {}, [output.grad_fn]
-    while todo:
-        before = [n for n, _ in todo[-1].next_functions if n is not None]
-        waiting = [n for n in before if n not in longest]
-        todo += waiting
-        if not waiting:
-            node = todo.pop()
-            chain = max((longest[n] for n in before), default=0)
-            longest[node] = chain + node.name().startswith(products)
-    return longest[output.grad_fn]
-
-
-def depends(outputs, inputs):
-    """(T, ...), (..., S, D) -> (T, ..., S): does output t need input s?"""
-    rows = []
-    for row in outputs:  # a random mixture, lest its parts cancel out
-        mixture = (row * torch.randn_like(row)).sum()
-        mixture = mixture + 0 * inputs.sum()  # lest there be no slope at all
-        (slope,) = torch.autograd.grad(mixture, inputs, retain_graph=True)
-        rows.append((slope != 0).any(-1))
-    return torch.stack(rows)
-
-
-def growth(sizes, costs):
-    """The exponent p of cost ~ size to the p: a slope, log against log."""
-    x, y = (
-        torch.tensor([*v], dtype=torch.double).log() for v in (sizes, costs)
-    )
-    x, y = x - x.mean(), y - y.mean()
-    return (x @ y / (x @ x)).item()
-
-
-# %% [markdown]
-# What recurrent models cannot do (Section 1): work on all positions of a
-# sentence at once. It is the nonlinearity that forces the waiting. A
-# recurrence without it, as some later models have, can be computed by
-# doubling, and the claim fails.
-
-
-# %% tags=["claim"]
-def doubling(x, keep):
-    """state = keep · state + x for all positions, in log₂ n rounds."""
-    for i in range(math.ceil(math.log2(len(x)))):
-        far = F.pad(x, (0, 0, 2**i, 0))[: len(x)]  # from 2ⁱ places before
-        x = x + far * keep ** (2**i)
-    return x
-
-
-@claim(
-    "1",
-    "A recurrent network cannot work on the positions of one sentence in "
-    "parallel: each state waits for the one before",
-    unless={"linear": True},
-)
-def recurrence_waits(lengths=(8, 16, 32, 64, 128), d=8, linear=False):
-    counts = []
-    for n in lengths:
-        x = torch.randn(n, d, requires_grad=True)
-        W, U = torch.randn(2, d, d)
-        keep = torch.rand(d)
-        counts.append(
-            turns(doubling(x, keep) if linear else recurring(x, W, U))
-        )
-    return counts == list(lengths), (
-        f"for {lengths} positions the longest chain of products that wait "
-        f"for one another is {counts}"
-    )
-
-
-# %% [markdown]
-# How many steps relate two positions (Section 2)? We apply layers until the
-# derivative of the last position with respect to the first is not zero. Three
-# kinds are tried: attention, convolutions, and convolutions with gaps that
-# grow from layer to layer. (Without these gaps the third would be the second.
-# The paper names a translator of each of the last two: ConvS2S has no gaps,
-# ByteNet has them.)
-
-
-# %% tags=["claim"]
-def layers_between(layer, distance, d=4):
-    """How many layers it takes until one position depends on another."""
-    x = y = torch.randn(distance + 1, d, dtype=torch.double).requires_grad_()
-    for number in range(distance):
-        y = layer(y, number)
-        if depends(y[-1:], x)[0, 0]:
-            return number + 1
-    raise InputError(f"{distance} layers do not relate {distance + 1} places")
-
-
-def convolutions(k=3, dilated=True, d=4):
-    """Layers of width k; dilated: each reaches k times as far."""
-
-    def layer(x, number):
-        kernel = torch.randn(d, d, k, dtype=torch.double) / d
-        return convolving(x, kernel, k**number if dilated else 1)
-
-    return layer
-
-
-@claim(
-    "2",
-    "The steps that relate two positions grow linearly with their distance in "
-    "a stack of convolutions (ConvS2S), logarithmically where gaps grow "
-    "(ByteNet), and are constant with attention",
-    unless={"dilated": False},
-)
-def steps_between_positions(distances=(8, 26, 80), dilated=True):
-    kinds = {
-        "attention": lambda x, number: attending(x),
-        "convolutions": convolutions(dilated=False),
-        "with growing gaps": convolutions(dilated=dilated),
-    }
-    layers = {
-        name: [layers_between(layer, n) for n in distances]
-        for name, layer in kinds.items()
-    }
-    one, linear, log = layers.values()
-    holds = set(one) == {1} and abs(growth(distances, linear) - 1) < 0.1
-    holds &= all(3 ** (m - 1) <= n < 3**m for m, n in zip(log, distances))
-    return holds, f"for distances {distances} it takes " + ", ".join(
-        f"{name} {counts}" for name, counts in layers.items()
-    ) + " layers"
-
-
-# %% [markdown]
-# One claim of Section 2 no code can try:
-
-# %% tags=["claim"]
-out_of_reach(
-    "the_first_of_its_kind",
-    "2",
-    "The Transformer is the first model of its kind that relies on attention "
-    "alone, without recurrence or convolution",
-    "that is about what others had published, not about numbers",
-)
-
-# %% [markdown]
-# Now Table 1 (Section 4), column by column. First the operations: n²·d,
-# n·d² and k·n·d². Counting the four projections as well changes the first.
-
-
-# %% tags=["claim"]
-def table_1(projections=False):
-    """{layer: its multiplications as a function of n, d and k}"""
-    extra = 4 if projections else 0
-    return {
-        "self-attention": lambda n, d, k: multiplications(
-            attending, (n, d), *[(d, d)] * extra
-        ),
-        "recurrent": lambda n, d, k: multiplications(
-            recurring, (n, d), (d, d), (d, d)
-        ),
-        "convolutional": lambda n, d, k: multiplications(
-            convolving, (n, d), (d, d, k)
-        ),
-    }
-
-
-@claim(
-    "4",
-    "A layer of self-attention takes on the order of n²·d operations, a "
-    "recurrent one n·d², a convolutional one k·n·d²",
-    unless={"projections": True},
-)
-def operations_of_table_1(projections=False):
-    powers = {}
-    for name, cost in table_1(projections).items():
-        n = growth([32, 64, 128], [cost(n, 64, 3) for n in (32, 64, 128)])
-        d = growth([32, 64, 128], [cost(64, d, 3) for d in (32, 64, 128)])
-        k = growth([3, 9, 27], [cost(64, 64, k) for k in (3, 9, 27)])
-        powers[name] = [round(p, 2) + 0.0 for p in (n, d, k)]
-    wanted = [[2, 1, 0], [1, 2, 0], [1, 2, 1]]
-    return list(powers.values()) == wanted, (
-        "counted and fitted, the exponents of n, d and k are "
-        + ", ".join(f"{name} {p}" for name, p in powers.items())
-    )
-
-
-# %% [markdown]
-# Then the steps that must follow one another. Mind the small print: this is
-# so in training, and when a text is read. A model that *writes* takes turns,
-# whatever its layers are.
-
-
-# %% tags=["claim"]
-def writing(x):
-    """(n, d) -> (1, d): the last of n that attention makes in turn."""
-    rows = [x[:1]]
-    while len(rows) <= len(x):
-        rows.append(attending(torch.cat(rows))[-1:])
-    return rows[-1]
-
-
-@claim(
-    "4",
-    "The steps in a row do not grow with the length for self-attention and "
-    "convolution, and are n for a recurrent layer",
-    unless={"written": True},
-)
-def steps_in_a_row(lengths=(4, 8, 16, 32, 64), d=8, written=False):
-    look = writing if written else attending
-    chains = {"self-attention": [], "recurrent": [], "convolutional": []}
-    for n in lengths:
-        x = torch.randn(n, d, requires_grad=True)
-        for chain, output in zip(chains.values(), (
-            look(x),
-            recurring(x, *torch.randn(2, d, d)),
-            convolving(x, torch.randn(d, d, 3)),
-        )):  # fmt: skip
-            chain.append(turns(output))
-    one, n, other = chains.values()
-    holds = len(set(one)) == len(set(other)) == 1 and n == list(lengths)
-    return holds, f"for {lengths} positions the longest chain is " + ", ".join(
-        f"{name} {chain}" for name, chain in chains.items()
-    )
-
-
-# %% [markdown]
-# Last, the path: how many layers, or states, lie between the first position
-# and the last?
-
-
-# %% tags=["claim"]
-@claim(
-    "4",
-    "The longest path between two positions is 1 for self-attention, n for a "
-    "recurrent layer, and log n to the base k for dilated convolutions",
-    unless={"dilated": False},
-)
-def paths_of_table_1(lengths=(9, 27, 81), k=3, dilated=True):
-    one, states, layers = [], [], []
-    for n in lengths:
-        one.append(layers_between(lambda x, number: attending(x), n - 1))
-        layers.append(layers_between(convolutions(k, dilated), n - 1))
-        x = torch.randn(n, 4, requires_grad=True)
-        states.append(turns(recurring(x, *torch.randn(2, 4, 4))[-1]))
-    holds = set(one) == {1} and states == list(lengths)
-    holds &= all(k ** (m - 1) < n <= k**m for m, n in zip(layers, lengths))
-    return holds, (
-        f"for n = {lengths}: self-attention {one}, recurrent {states}, "
-        f"convolutions of width {k} {layers}"
-    )
-
-
-# %% [markdown]
-# So one convolution does not relate all positions, and a stack must. How high
-# must it be, for several widths? Without gaps we expect between n/k and 2n/k
-# layers; dilated, as many as it takes until k to the power of the layers
-# reaches n. (In a sentence of no more than k words, one layer is enough.)
-
-
-# %% tags=["claim"]
-@claim(
-    "4",
-    "A single convolution with k < n does not connect all pairs of positions; "
-    "that takes on the order of n/k layers, or log n to the base k if dilated",
-    unless={"n": 3},
-)
-def convolutions_must_be_stacked(n=65, widths=(3, 5, 9, 17)):
-    shares, dense, dilated = [], [], []
-    for k in widths:
-        x = torch.randn(n, 4, dtype=torch.double, requires_grad=True)
-        reached = depends(convolutions(k)(x, 0), x)  # (n, n), of the past
-        others = reached.sum().item() - n  # not itself
-        shares.append(others / (n * (n - 1) / 2))
-        dense.append(layers_between(convolutions(k, False), n - 1))
-        dilated.append(layers_between(convolutions(k), n - 1))
-    holds = max(shares) < 1
-    holds &= all(n <= m * k <= 2 * n for m, k in zip(dense, widths))
-    holds &= all(k ** (m - 1) < n <= k**m for m, k in zip(dilated, widths))
-    return holds, (
-        f"of the pairs of {n} positions one layer of width {widths} connects "
-        f"{', '.join(f'{share:.0%}' for share in shares)}; for the first to "
-        f"reach the last it takes {dense} layers, dilated {dilated}"
-    )
-
-
-# %% [markdown]
-# Where attention is restricted to r neighbours, it costs less, and the path
-# is longer. (But a mask alone saves nothing: what is thrown away has been
-# computed.)
-
-
-# %% tags=["claim"]
-def neighbours(x, r, masked=False):
-    """Attention to the r nearest places (r odd), (n, d) -> (n, d)."""
-    near, n = r // 2, len(x)
-    if masked:  # all of the table, and most of it thrown away
-        gap = torch.arange(n) - torch.arange(n)[:, None]
-        scores = (x @ x.T).masked_fill(gap.abs() > near, -math.inf)
-        return scores.softmax(-1) @ x
-    windows = F.pad(x, (0, 0, near, near)).unfold(0, r, 1)  # (n, d, r)
-    places = torch.arange(n)[:, None] + torch.arange(-near, near + 1)
-    beyond = (places < 0) | (places >= n)  # (n, r): before and after the text
-    scores = (x[:, None] @ windows).masked_fill(beyond[:, None], -math.inf)
-    return (scores.softmax(-1) @ windows.transpose(1, 2))[:, 0]
-
-
-@claim(
-    "4",
-    "Attention restricted to r neighbours costs r·n·d operations, and its "
-    "longest path grows to the order of n/r",
-    unless={"masked": True},
-)
-def neighbours_cost_less(masked=False):
-    def cost(n, r):
-        return multiplications(lambda x: neighbours(x, r, masked), (n, 16))
-
-    def path(n, r):
-        layer = lambda x, number: neighbours(x, r, masked)  # noqa: E731
-        return layers_between(layer, n - 1)
-
-    lengths, widths = (33, 65, 129), (9, 17, 33)
-    found = {
-        "operations by n": growth(lengths, [cost(n, 9) for n in lengths]),
-        "operations by r": growth(widths, [cost(65, r) for r in widths]),
-        "path by n": growth(lengths, [path(n, 9) for n in lengths]),
-        "path by r": growth(widths, [path(65, r) for r in widths]),
-    }
-    wanted = 1, 1, 1, -1
-    holds = all(abs(p - w) < 0.1 for p, w in zip(found.values(), wanted))
-    return holds, "exponents: " + ", ".join(
-        f"{name} {power:.2f}" for name, power in found.items()
-    )
-
-
-# %% [markdown]
-# Where is attention the cheaper one? For n < d, says the paper. That is so
-# for what Table 1 counts. Four projections cost 4·n·d², which is more than
-# the whole of the simplest recurrent layer, at any length. (But hardly anyone
-# used the simplest one: an LSTM, the usual kind, has four such steps, each as
-# dear.)
-
-
-# %% tags=["claim"]
-def cheaper_up_to(d, projections=0, gates=1):
-    """The largest n for which attention takes fewer multiplications."""
-    shapes, n = [(d, d)] * projections, 1
-    step = multiplications(recurring, (1, d), (d, d), (d, d))
-    while multiplications(attending, (n, d), *shapes) < gates * n * step:
-        n += 1
-    return n - 1
-
-
-@claim(
-    "4",
-    "Self-attention takes fewer operations than a recurrent layer where n is "
-    "smaller than d",
-    unless={"projections": 4},
-)
-def cheaper_where_n_is_below_d(widths=(16, 32, 64), projections=0):
-    limits = [cheaper_up_to(d, projections) for d in widths]
-    lstm = [cheaper_up_to(d, 4, gates=4) for d in widths]
-    return limits == [d - 1 for d in widths], (
-        f"for d = {widths} it takes fewer up to n = {limits}; with the four "
-        f"projections, and against the four gates of an LSTM, up to {lstm}"
-    )
-
-
-# %% [markdown]
-# Two claims about convolutions. The ratio of their cost to that of a recurrent
-# layer grows with k, unless they are *separable*: each dimension by itself,
-# then a d × d matrix at each position. But a separable one that spans the
-# sentence, k = n, is of the same order as attention and a feed-forward network
-# together. (Of the same order: the separable convolution is still several
-# times cheaper. And at k = 3 a convolution costs less than an LSTM, which is
-# four of the simplest recurrent layers in one.)
-
-
-# %% tags=["claim"]
-def separable(x, deep, point):
-    """Each dimension by itself, (d, 1, k); then each position, (d, d)."""
-    return convolving(x, deep, groups=x.size(-1)) @ point
-
-
-@claim(
-    "4",
-    "Convolutions cost more than recurrent layers, by a factor of the order k",
-    unless={"apart": True},
-)
-def convolutions_cost_k_times(n=64, d=64, widths=(3, 9, 27), apart=False):
-    once = multiplications(recurring, (n, d), (d, d), (d, d))
-    ratios = []
-    for k in widths:
-        if apart:
-            shapes = (n, d), (d, 1, k), (d, d)
-            cost = multiplications(separable, *shapes)
-        else:
-            cost = multiplications(convolving, (n, d), (d, d, k))
-        ratios.append(cost / once)
-    power = growth(widths, ratios)
-    return abs(power - 1) < 0.1, (
-        f"for k = {widths} a convolution takes "
-        f"{[round(r, 2) for r in ratios]} times the multiplications of the "
-        f"simplest recurrent layer (an LSTM, four times as many), which grows "
-        f"with an exponent of {power:.2f}"
-    )
-
-
-@claim(
-    "4",
-    "With k = n, a separable convolution is of the same order as self-"
-    "attention and a feed-forward network together",
-    unless={"k": 3},
-)
-def separable_is_of_one_order(sizes=(17, 65, 257), k=None):
-    def think(x, W_1, W_2):
-        return attending(x) @ W_1 @ W_2  # no ReLU: it multiplies nothing
-
-    ratios = []
-    for n, d in itertools.product(sizes, sizes):
-        both = multiplications(think, (n, d), (d, 4 * d), (4 * d, d))
-        shapes = (n, d), (d, 1, k or n), (d, d)
-        ratios.append(both / multiplications(separable, *shapes))
-    low, high = min(ratios), max(ratios)
-    return 2 <= low <= high <= 8, (
-        f"for n and d from {sizes[0]} to {sizes[-1]} the two together take "
-        f"{low:.1f} to {high:.1f} times its multiplications, between the 2 of "
-        "attention's share and the 8 of the network's"
-    )
-
-
-# %% [markdown]
-# Why do paths matter? Because what is far away is harder to learn, says the
-# paper. A toy: read n random digits, and name the first, with one layer of
-# some kind: attention, the simplest recurrent layer (*RNN*), or one with
-# gates, simpler than an LSTM (*GRU*).
-
-
-# %% tags=["claim"]
-class Recall(nn.Module):
-    """Digits (B, n) -> scores (B, 10) for the first of them."""
-
-    def __init__(self, kind, n, d=32):
-        super().__init__()
-        self.kind, self.digit = kind, nn.Embedding(10, d)
-        self.place = nn.Embedding(n, d)
-        self.maps = nn.ModuleList(nn.Linear(d, d) for _ in range(3))
-        layers = {"RNN": nn.RNN, "GRU": nn.GRU}
-        self.layer = layers.get(kind, nn.Identity)(d, d, batch_first=True)
-        self.name = nn.Linear(d, 10)
-
-    def forward(self, digits):
-        x = self.digit(digits) + self.place.weight  # (B, n, d)
-        if self.kind != "self-attention":
-            return self.name(self.layer(x)[0][:, -1])
-        Q, K, V = (W(part) for W, part in zip(self.maps, (x[:, -1:], x, x)))
-        scores = Q @ K.transpose(1, 2) / math.sqrt(x.size(-1))
-        return self.name((scores.softmax(-1) @ V)[:, 0])
-
-
-# %% [markdown]
-# Each kind has the same width and the same number of updates, and is granted
-# the better of two learning rates. (Where the first digit is near, all of
-# them learn it, and the claim fails.)
-
-
-# %% tags=["claim"]
-def trained_to_recall(kind, n, rate, updates):
-    """The share of new sentences whose first digit it names."""
-    model = Recall(kind, n)
-    optimizer = torch.optim.Adam(model.parameters(), rate)
-    for _ in range(updates):
-        digits = torch.randint(10, (64, n))
-        optimizer.zero_grad()
-        F.cross_entropy(model(digits), digits[:, 0]).backward()
-        optimizer.step()
-    digits = torch.randint(10, (500, n))
-    return (model(digits).argmax(-1) == digits[:, 0]).double().mean().item()
-
-
-@claim(
-    "4",
-    "The shorter the path, the easier it is to learn how distant positions "
-    "depend on each other",
-    toy=True,
-    unless={"far": 3},
-    full={"far": 48, "seeds": 5, "updates": 400},
-)
-def shorter_paths_are_easier(near=3, far=32, seeds=1, updates=100):
-    shares = {
-        (kind, n): sum(
-            max(trained_to_recall(kind, n, r, updates) for r in (3e-3, 1e-2))
-            for _ in range(seeds)
-        )
-        / seeds
-        for kind in ("self-attention", "RNN", "GRU")
-        for n in (near, far)
-    }
-    found = ", ".join(
-        f"{kind} {shares[kind, near]:.0%} and {shares[kind, far]:.0%}"
-        for kind in ("self-attention", "RNN", "GRU")
-    )
-    gap = shares["self-attention", far] - max(
-        shares[kind, far] for kind in ("RNN", "GRU")
-    )
-    return gap > 0.2, (
-        f"first digit of {near} and of {far} named right: {found} "
-        f"({updates} updates, {seeds} seed{'s' * (seeds > 1)})"
-    )
-
-
-# %% [markdown]
 # ### The task we use throughout
 #
 # Translation needs data, and data needs a chapter of its own. Until then the
@@ -2112,10 +1552,24 @@ def large_products_end_the_gradient(
 # ##### Against additive attention
 #
 # *You may pass over this section.* The older kind of attention, *additive*
-# (Bahdanau et al., 2015), scores a pair by w·tanh(q + k), with a vector w
-# that is learned. Five claims compare the two. First we count
-# multiplications. (The claim fails if each pair is projected anew, and not q
-# and k once.)
+# (Bahdanau et al., 2015), scores a pair by w·tanh(q + k), with a vector w that
+# is learned. Five claims compare the two. First we count multiplications, or
+# rather torch does, on tensors that have a shape but no numbers:
+
+
+# %% tags=["plumbing"]
+def multiplications(function, *shapes):
+    """How many multiplications a call takes in its matrix products."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        function(*(torch.empty(shape) for shape in shapes))
+    return counter.get_total_flops() // 2  # as many again are additions
+
+
+# %% [markdown]
+# The two ways to score, and what they cost. (The claim fails if each pair is
+# projected anew, and not q and k once.)
 
 
 # %% tags=["claim"]
@@ -3108,10 +2562,25 @@ def masks_of_a_padded_batch():
 # for every query. In the squares, everything above the diagonal is dark
 # as well. The rows of `<pad>` are harmless, and never wholly dark.
 #
-# The derivatives tell who *can* see whom (`depends`, from the section on
-# Table 1): a position sees another if its output changes with the other's
-# input. First the encoder and cross-attention, which see all of the source
-# (with a causal mask they would not, and the claim fails), then the decoder's
+# The derivatives tell who *can* see whom: a position sees another if its
+# output changes with the other's input. `depends` asks them.
+
+
+# %% tags=["plumbing"]
+def depends(outputs, inputs):
+    """(T, ...), (..., S, D) -> (T, ..., S): does output t need input s?"""
+    rows = []
+    for row in outputs:  # a random mixture, lest its parts cancel out
+        mixture = (row * torch.randn_like(row)).sum()
+        mixture = mixture + 0 * inputs.sum()  # lest there be no slope at all
+        (slope,) = torch.autograd.grad(mixture, inputs, retain_graph=True)
+        rows.append((slope != 0).any(-1))
+    return torch.stack(rows)
+
+
+# %% [markdown]
+# First the encoder and cross-attention, which see all of the source (with a
+# causal mask they would not, and the claim fails), then the decoder's
 # self-attention.
 
 
@@ -4639,6 +4108,544 @@ def order_comes_from_positions(words=7, positions=False):
     return bool(gap < 1e-4), (
         "the memory of a shuffled source and the shuffled memory differ by "
         f"{gap:.4f} at most (spread of the numbers: {there.std():.2f})"
+    )
+
+
+# %% [markdown]
+# ### Table 1, counted
+#
+# *You may pass over this section: it examines what is said of Sections 1, 2
+# and 4 in* Why: what came before. All three kinds of layer fit into a cell.
+# Each takes n positions of width d, and gives as many. (Attention stands here
+# without its four matrices, the projections, as Table 1 counts it, unless they
+# are given.)
+
+
+# %%
+def attending(x, *projections):
+    """Self-attention, (n, d) -> (n, d), with no or four projections."""
+    W_Q, W_K, W_V, W_O = projections or [None] * 4
+    Q, K, V = (x if W is None else x @ W for W in (W_Q, W_K, W_V))
+    mean = (Q @ K.T / math.sqrt(x.size(-1))).softmax(-1) @ V
+    return mean if W_O is None else mean @ W_O
+
+
+def recurring(x, W, U):
+    """The simplest recurrent layer, (n, d) -> (n, d)."""
+    states = [torch.zeros_like(x[:1])]
+    for new in (x @ W).split(1):  # one position after the other
+        states.append((new + states[-1] @ U).tanh())
+    return torch.cat(states[1:])
+
+
+def convolving(x, kernel, gap=1, groups=1):
+    """A convolution of width k, (n, d) -> (n, d); kernel (d, d, k).
+
+    Each position sees itself and k - 1 before it, `gap` apart.
+    """
+    before = F.pad(x.T[None], (gap * (kernel.size(-1) - 1), 0))
+    return F.conv1d(before, kernel, dilation=gap, groups=groups)[0].T
+
+
+# %% [markdown]
+# And two instruments more. `turns` walks back through what led to a result,
+# and finds the longest chain of products that had to wait for one another.
+# `growth` fits an exponent: cost grows as size to the power of it.
+# (`multiplications` and `depends` are those of Section 3.2.)
+
+
+# %% tags=["plumbing"]
+def turns(output):
+    """The longest chain of products, each waiting for the one before."""
+    products = ("Mm", "Bmm", "Addmm", "Convolution", "Mul")
+    longest, todo = {}, [output.grad_fn]
+    while todo:
+        before = [n for n, _ in todo[-1].next_functions if n is not None]
+        waiting = [n for n in before if n not in longest]
+        todo += waiting
+        if not waiting:
+            node = todo.pop()
+            chain = max((longest[n] for n in before), default=0)
+            longest[node] = chain + node.name().startswith(products)
+    return longest[output.grad_fn]
+
+
+def growth(sizes, costs):
+    """The exponent p of cost ~ size to the p: a slope, log against log."""
+    x, y = (
+        torch.tensor([*v], dtype=torch.double).log() for v in (sizes, costs)
+    )
+    x, y = x - x.mean(), y - y.mean()
+    return (x @ y / (x @ x)).item()
+
+
+# %% [markdown]
+# What recurrent models cannot do (Section 1): work on all positions of a
+# sentence at once. It is the nonlinearity that forces the waiting. A
+# recurrence without it, as some later models have, can be computed by
+# doubling, and the claim fails.
+
+
+# %% tags=["claim"]
+def doubling(x, keep):
+    """state = keep · state + x for all positions, in log₂ n rounds."""
+    for i in range(math.ceil(math.log2(len(x)))):
+        far = F.pad(x, (0, 0, 2**i, 0))[: len(x)]  # from 2ⁱ places before
+        x = x + far * keep ** (2**i)
+    return x
+
+
+@claim(
+    "1",
+    "A recurrent network cannot work on the positions of one sentence in "
+    "parallel: each state waits for the one before",
+    unless={"linear": True},
+)
+def recurrence_waits(lengths=(8, 16, 32, 64, 128), d=8, linear=False):
+    counts = []
+    for n in lengths:
+        x = torch.randn(n, d, requires_grad=True)
+        W, U = torch.randn(2, d, d)
+        keep = torch.rand(d)
+        counts.append(
+            turns(doubling(x, keep) if linear else recurring(x, W, U))
+        )
+    return counts == list(lengths), (
+        f"for {lengths} positions the longest chain of products that wait "
+        f"for one another is {counts}"
+    )
+
+
+# %% [markdown]
+# How many steps relate two positions (Section 2)? We apply layers until the
+# derivative of the last position with respect to the first is not zero. Three
+# kinds are tried: attention, convolutions, and convolutions with gaps that
+# grow from layer to layer. (Without these gaps the third would be the second.
+# The paper names a translator of each of the last two: ConvS2S has no gaps,
+# ByteNet has them.)
+
+
+# %% tags=["claim"]
+def layers_between(layer, distance, d=4):
+    """How many layers it takes until one position depends on another."""
+    x = y = torch.randn(distance + 1, d, dtype=torch.double).requires_grad_()
+    for number in range(distance):
+        y = layer(y, number)
+        if depends(y[-1:], x)[0, 0]:
+            return number + 1
+    raise InputError(f"{distance} layers do not relate {distance + 1} places")
+
+
+def convolutions(k=3, dilated=True, d=4):
+    """Layers of width k; dilated: each reaches k times as far."""
+
+    def layer(x, number):
+        kernel = torch.randn(d, d, k, dtype=torch.double) / d
+        return convolving(x, kernel, k**number if dilated else 1)
+
+    return layer
+
+
+@claim(
+    "2",
+    "The steps that relate two positions grow linearly with their distance in "
+    "a stack of convolutions (ConvS2S), logarithmically where gaps grow "
+    "(ByteNet), and are constant with attention",
+    unless={"dilated": False},
+)
+def steps_between_positions(distances=(8, 26, 80), dilated=True):
+    kinds = {
+        "attention": lambda x, number: attending(x),
+        "convolutions": convolutions(dilated=False),
+        "with growing gaps": convolutions(dilated=dilated),
+    }
+    layers = {
+        name: [layers_between(layer, n) for n in distances]
+        for name, layer in kinds.items()
+    }
+    one, linear, log = layers.values()
+    holds = set(one) == {1} and abs(growth(distances, linear) - 1) < 0.1
+    holds &= all(3 ** (m - 1) <= n < 3**m for m, n in zip(log, distances))
+    return holds, f"for distances {distances} it takes " + ", ".join(
+        f"{name} {counts}" for name, counts in layers.items()
+    ) + " layers"
+
+
+# %% [markdown]
+# One claim of Section 2 no code can try:
+
+# %% tags=["claim"]
+out_of_reach(
+    "the_first_of_its_kind",
+    "2",
+    "The Transformer is the first model of its kind that relies on attention "
+    "alone, without recurrence or convolution",
+    "that is about what others had published, not about numbers",
+)
+
+# %% [markdown]
+# Now Table 1 (Section 4), column by column. First the operations: n²·d,
+# n·d² and k·n·d². Counting the four projections as well changes the first.
+
+
+# %% tags=["claim"]
+def table_1(projections=False):
+    """{layer: its multiplications as a function of n, d and k}"""
+    extra = 4 if projections else 0
+    return {
+        "self-attention": lambda n, d, k: multiplications(
+            attending, (n, d), *[(d, d)] * extra
+        ),
+        "recurrent": lambda n, d, k: multiplications(
+            recurring, (n, d), (d, d), (d, d)
+        ),
+        "convolutional": lambda n, d, k: multiplications(
+            convolving, (n, d), (d, d, k)
+        ),
+    }
+
+
+@claim(
+    "4",
+    "A layer of self-attention takes on the order of n²·d operations, a "
+    "recurrent one n·d², a convolutional one k·n·d²",
+    unless={"projections": True},
+)
+def operations_of_table_1(projections=False):
+    powers = {}
+    for name, cost in table_1(projections).items():
+        n = growth([32, 64, 128], [cost(n, 64, 3) for n in (32, 64, 128)])
+        d = growth([32, 64, 128], [cost(64, d, 3) for d in (32, 64, 128)])
+        k = growth([3, 9, 27], [cost(64, 64, k) for k in (3, 9, 27)])
+        powers[name] = [round(p, 2) + 0.0 for p in (n, d, k)]
+    wanted = [[2, 1, 0], [1, 2, 0], [1, 2, 1]]
+    return list(powers.values()) == wanted, (
+        "counted and fitted, the exponents of n, d and k are "
+        + ", ".join(f"{name} {p}" for name, p in powers.items())
+    )
+
+
+# %% [markdown]
+# Then the steps that must follow one another. Mind the small print: this is
+# so in training, and when a text is read. A model that *writes* takes turns,
+# whatever its layers are.
+
+
+# %% tags=["claim"]
+def writing(x):
+    """(n, d) -> (1, d): the last of n that attention makes in turn."""
+    rows = [x[:1]]
+    while len(rows) <= len(x):
+        rows.append(attending(torch.cat(rows))[-1:])
+    return rows[-1]
+
+
+@claim(
+    "4",
+    "The steps in a row do not grow with the length for self-attention and "
+    "convolution, and are n for a recurrent layer",
+    unless={"written": True},
+)
+def steps_in_a_row(lengths=(4, 8, 16, 32, 64), d=8, written=False):
+    look = writing if written else attending
+    chains = {"self-attention": [], "recurrent": [], "convolutional": []}
+    for n in lengths:
+        x = torch.randn(n, d, requires_grad=True)
+        for chain, output in zip(chains.values(), (
+            look(x),
+            recurring(x, *torch.randn(2, d, d)),
+            convolving(x, torch.randn(d, d, 3)),
+        )):  # fmt: skip
+            chain.append(turns(output))
+    one, n, other = chains.values()
+    holds = len(set(one)) == len(set(other)) == 1 and n == list(lengths)
+    return holds, f"for {lengths} positions the longest chain is " + ", ".join(
+        f"{name} {chain}" for name, chain in chains.items()
+    )
+
+
+# %% [markdown]
+# Last, the path: how many layers, or states, lie between the first position
+# and the last?
+
+
+# %% tags=["claim"]
+@claim(
+    "4",
+    "The longest path between two positions is 1 for self-attention, n for a "
+    "recurrent layer, and log n to the base k for dilated convolutions",
+    unless={"dilated": False},
+)
+def paths_of_table_1(lengths=(9, 27, 81), k=3, dilated=True):
+    one, states, layers = [], [], []
+    for n in lengths:
+        one.append(layers_between(lambda x, number: attending(x), n - 1))
+        layers.append(layers_between(convolutions(k, dilated), n - 1))
+        x = torch.randn(n, 4, requires_grad=True)
+        states.append(turns(recurring(x, *torch.randn(2, 4, 4))[-1]))
+    holds = set(one) == {1} and states == list(lengths)
+    holds &= all(k ** (m - 1) < n <= k**m for m, n in zip(layers, lengths))
+    return holds, (
+        f"for n = {lengths}: self-attention {one}, recurrent {states}, "
+        f"convolutions of width {k} {layers}"
+    )
+
+
+# %% [markdown]
+# So one convolution does not relate all positions, and a stack must. How high
+# must it be, for several widths? Without gaps we expect between n/k and 2n/k
+# layers; dilated, as many as it takes until k to the power of the layers
+# reaches n. (In a sentence of no more than k words, one layer is enough.)
+
+
+# %% tags=["claim"]
+@claim(
+    "4",
+    "A single convolution with k < n does not connect all pairs of positions; "
+    "that takes on the order of n/k layers, or log n to the base k if dilated",
+    unless={"n": 3},
+)
+def convolutions_must_be_stacked(n=65, widths=(3, 5, 9, 17)):
+    shares, dense, dilated = [], [], []
+    for k in widths:
+        x = torch.randn(n, 4, dtype=torch.double, requires_grad=True)
+        reached = depends(convolutions(k)(x, 0), x)  # (n, n), of the past
+        others = reached.sum().item() - n  # not itself
+        shares.append(others / (n * (n - 1) / 2))
+        dense.append(layers_between(convolutions(k, False), n - 1))
+        dilated.append(layers_between(convolutions(k), n - 1))
+    holds = max(shares) < 1
+    holds &= all(n <= m * k <= 2 * n for m, k in zip(dense, widths))
+    holds &= all(k ** (m - 1) < n <= k**m for m, k in zip(dilated, widths))
+    return holds, (
+        f"of the pairs of {n} positions one layer of width {widths} connects "
+        f"{', '.join(f'{share:.0%}' for share in shares)}; for the first to "
+        f"reach the last it takes {dense} layers, dilated {dilated}"
+    )
+
+
+# %% [markdown]
+# Where attention is restricted to r neighbours, it costs less, and the path
+# is longer. (But a mask alone saves nothing: what is thrown away has been
+# computed.)
+
+
+# %% tags=["claim"]
+def neighbours(x, r, masked=False):
+    """Attention to the r nearest places (r odd), (n, d) -> (n, d)."""
+    near, n = r // 2, len(x)
+    if masked:  # all of the table, and most of it thrown away
+        gap = torch.arange(n) - torch.arange(n)[:, None]
+        scores = (x @ x.T).masked_fill(gap.abs() > near, -math.inf)
+        return scores.softmax(-1) @ x
+    windows = F.pad(x, (0, 0, near, near)).unfold(0, r, 1)  # (n, d, r)
+    places = torch.arange(n)[:, None] + torch.arange(-near, near + 1)
+    beyond = (places < 0) | (places >= n)  # (n, r): before and after the text
+    scores = (x[:, None] @ windows).masked_fill(beyond[:, None], -math.inf)
+    return (scores.softmax(-1) @ windows.transpose(1, 2))[:, 0]
+
+
+@claim(
+    "4",
+    "Attention restricted to r neighbours costs r·n·d operations, and its "
+    "longest path grows to the order of n/r",
+    unless={"masked": True},
+)
+def neighbours_cost_less(masked=False):
+    def cost(n, r):
+        return multiplications(lambda x: neighbours(x, r, masked), (n, 16))
+
+    def path(n, r):
+        layer = lambda x, number: neighbours(x, r, masked)  # noqa: E731
+        return layers_between(layer, n - 1)
+
+    lengths, widths = (33, 65, 129), (9, 17, 33)
+    found = {
+        "operations by n": growth(lengths, [cost(n, 9) for n in lengths]),
+        "operations by r": growth(widths, [cost(65, r) for r in widths]),
+        "path by n": growth(lengths, [path(n, 9) for n in lengths]),
+        "path by r": growth(widths, [path(65, r) for r in widths]),
+    }
+    wanted = 1, 1, 1, -1
+    holds = all(abs(p - w) < 0.1 for p, w in zip(found.values(), wanted))
+    return holds, "exponents: " + ", ".join(
+        f"{name} {power:.2f}" for name, power in found.items()
+    )
+
+
+# %% [markdown]
+# Where is attention the cheaper one? For n < d, says the paper. That is so
+# for what Table 1 counts. Four projections cost 4·n·d², which is more than
+# the whole of the simplest recurrent layer, at any length. (But hardly anyone
+# used the simplest one: an LSTM, the usual kind, has four such steps, each as
+# dear.)
+
+
+# %% tags=["claim"]
+def cheaper_up_to(d, projections=0, gates=1):
+    """The largest n for which attention takes fewer multiplications."""
+    shapes, n = [(d, d)] * projections, 1
+    step = multiplications(recurring, (1, d), (d, d), (d, d))
+    while multiplications(attending, (n, d), *shapes) < gates * n * step:
+        n += 1
+    return n - 1
+
+
+@claim(
+    "4",
+    "Self-attention takes fewer operations than a recurrent layer where n is "
+    "smaller than d",
+    unless={"projections": 4},
+)
+def cheaper_where_n_is_below_d(widths=(16, 32, 64), projections=0):
+    limits = [cheaper_up_to(d, projections) for d in widths]
+    lstm = [cheaper_up_to(d, 4, gates=4) for d in widths]
+    return limits == [d - 1 for d in widths], (
+        f"for d = {widths} it takes fewer up to n = {limits}; with the four "
+        f"projections, and against the four gates of an LSTM, up to {lstm}"
+    )
+
+
+# %% [markdown]
+# Two claims about convolutions. The ratio of their cost to that of a recurrent
+# layer grows with k, unless they are *separable*: each dimension by itself,
+# then a d × d matrix at each position. But a separable one that spans the
+# sentence, k = n, is of the same order as attention and a feed-forward network
+# together. (Of the same order: the separable convolution is still several
+# times cheaper. And at k = 3 a convolution costs less than an LSTM, which is
+# four of the simplest recurrent layers in one.)
+
+
+# %% tags=["claim"]
+def separable(x, deep, point):
+    """Each dimension by itself, (d, 1, k); then each position, (d, d)."""
+    return convolving(x, deep, groups=x.size(-1)) @ point
+
+
+@claim(
+    "4",
+    "Convolutions cost more than recurrent layers, by a factor of the order k",
+    unless={"apart": True},
+)
+def convolutions_cost_k_times(n=64, d=64, widths=(3, 9, 27), apart=False):
+    once = multiplications(recurring, (n, d), (d, d), (d, d))
+    ratios = []
+    for k in widths:
+        if apart:
+            shapes = (n, d), (d, 1, k), (d, d)
+            cost = multiplications(separable, *shapes)
+        else:
+            cost = multiplications(convolving, (n, d), (d, d, k))
+        ratios.append(cost / once)
+    power = growth(widths, ratios)
+    return abs(power - 1) < 0.1, (
+        f"for k = {widths} a convolution takes "
+        f"{[round(r, 2) for r in ratios]} times the multiplications of the "
+        f"simplest recurrent layer (an LSTM, four times as many), which grows "
+        f"with an exponent of {power:.2f}"
+    )
+
+
+@claim(
+    "4",
+    "With k = n, a separable convolution is of the same order as self-"
+    "attention and a feed-forward network together",
+    unless={"k": 3},
+)
+def separable_is_of_one_order(sizes=(17, 65, 257), k=None):
+    def think(x, W_1, W_2):
+        return attending(x) @ W_1 @ W_2  # no ReLU: it multiplies nothing
+
+    ratios = []
+    for n, d in itertools.product(sizes, sizes):
+        both = multiplications(think, (n, d), (d, 4 * d), (4 * d, d))
+        shapes = (n, d), (d, 1, k or n), (d, d)
+        ratios.append(both / multiplications(separable, *shapes))
+    low, high = min(ratios), max(ratios)
+    return 2 <= low <= high <= 8, (
+        f"for n and d from {sizes[0]} to {sizes[-1]} the two together take "
+        f"{low:.1f} to {high:.1f} times its multiplications, between the 2 of "
+        "attention's share and the 8 of the network's"
+    )
+
+
+# %% [markdown]
+# Why do paths matter? Because what is far away is harder to learn, says the
+# paper. A toy: read n random digits, and name the first, with one layer of
+# some kind: attention, the simplest recurrent layer (*RNN*), or one with
+# gates, simpler than an LSTM (*GRU*).
+
+
+# %% tags=["claim"]
+class Recall(nn.Module):
+    """Digits (B, n) -> scores (B, 10) for the first of them."""
+
+    def __init__(self, kind, n, d=32):
+        super().__init__()
+        self.kind, self.digit = kind, nn.Embedding(10, d)
+        self.place = nn.Embedding(n, d)
+        self.maps = nn.ModuleList(nn.Linear(d, d) for _ in range(3))
+        layers = {"RNN": nn.RNN, "GRU": nn.GRU}
+        self.layer = layers.get(kind, nn.Identity)(d, d, batch_first=True)
+        self.name = nn.Linear(d, 10)
+
+    def forward(self, digits):
+        x = self.digit(digits) + self.place.weight  # (B, n, d)
+        if self.kind != "self-attention":
+            return self.name(self.layer(x)[0][:, -1])
+        Q, K, V = (W(part) for W, part in zip(self.maps, (x[:, -1:], x, x)))
+        scores = Q @ K.transpose(1, 2) / math.sqrt(x.size(-1))
+        return self.name((scores.softmax(-1) @ V)[:, 0])
+
+
+# %% [markdown]
+# Each kind has the same width and the same number of updates, and is granted
+# the better of two learning rates. (Where the first digit is near, all of
+# them learn it, and the claim fails.)
+
+
+# %% tags=["claim"]
+def trained_to_recall(kind, n, rate, updates):
+    """The share of new sentences whose first digit it names."""
+    model = Recall(kind, n)
+    optimizer = torch.optim.Adam(model.parameters(), rate)
+    for _ in range(updates):
+        digits = torch.randint(10, (64, n))
+        optimizer.zero_grad()
+        F.cross_entropy(model(digits), digits[:, 0]).backward()
+        optimizer.step()
+    digits = torch.randint(10, (500, n))
+    return (model(digits).argmax(-1) == digits[:, 0]).double().mean().item()
+
+
+@claim(
+    "4",
+    "The shorter the path, the easier it is to learn how distant positions "
+    "depend on each other",
+    toy=True,
+    unless={"far": 3},
+    full={"far": 48, "seeds": 5, "updates": 400},
+)
+def shorter_paths_are_easier(near=3, far=32, seeds=1, updates=100):
+    shares = {
+        (kind, n): sum(
+            max(trained_to_recall(kind, n, r, updates) for r in (3e-3, 1e-2))
+            for _ in range(seeds)
+        )
+        / seeds
+        for kind in ("self-attention", "RNN", "GRU")
+        for n in (near, far)
+    }
+    found = ", ".join(
+        f"{kind} {shares[kind, near]:.0%} and {shares[kind, far]:.0%}"
+        for kind in ("self-attention", "RNN", "GRU")
+    )
+    gap = shares["self-attention", far] - max(
+        shares[kind, far] for kind in ("RNN", "GRU")
+    )
+    return gap > 0.2, (
+        f"first digit of {near} and of {far} named right: {found} "
+        f"({updates} updates, {seeds} seed{'s' * (seeds > 1)})"
     )
 
 
@@ -8992,8 +8999,8 @@ def one_technique_after_another():
 # **What to notice.** Batches of like length do most. What the others bring
 # depends on the sizes, and on the hour: with 10,000 words and 4,096 places, as
 # `benchmarks/training.py` measures it on captions, products in 16 bits were
-# worth a factor of 1.4 to 1.5 in four calls on two cores of an AMD EPYC, the
-# loss in slices between 1.4 and nothing, and the whole 3.6 to 4.2. Fused
+# worth a factor of 1.4 to 1.5 in six calls on two cores of an AMD EPYC, the
+# loss in slices between 1.4 and nothing, and the whole 3.6 to 4.9. Fused
 # attention and fused Adam bring next to nothing there, and a little in the
 # small updates above. And the last form is not at the limit: what remains are
 # the many small operations between the products, which wait for memory.
@@ -12003,13 +12010,15 @@ def continue_in_parts(scores, parts, at_limit):
 
 
 # %% [markdown]
-# Now the search. `texts` holds the words of each beginning so far, `words` its
-# newest word, `scores` its log-probability, and `origin` says which beginning
-# each new one goes on from: `texts` and the cache are put into that order. A
-# source has `room` for as many beginnings as the beam is wide, less the
-# translations that have ended (places beyond are not `real`). Then the
-# translations that have ended are taken out, and `stay` says which sources
-# still have a beginning worth going on with.
+# You may pass over the next two cells of code: they make the same search fast,
+# and the check after them shows that it finds what the plain one finds.
+# `texts` holds the words of each beginning so far, `words` its newest word,
+# `scores` its log-probability, and `origin` says which beginning each new one
+# goes on from: `texts` and the cache are put into that order. A source has
+# `room` for as many beginnings as the beam is wide, less the translations that
+# have ended (places beyond are not `real`). Then the translations that have
+# ended are taken out, and `stay` says which sources still have a beginning
+# worth going on with.
 #
 # The search for a source ends when no beginning is left. If only the best
 # translation is wanted (`first`), it ends sooner: log-probabilities never
@@ -20477,11 +20486,12 @@ def attention_on_captions():
 
 
 # %% [markdown]
-# And what do its weights carry (*A weight, and what it carries*)? The captions
-# and three sentences more, with the English that it writes; and from that
-# English `model-en-de` and `model-en-fr`. Means over all heads of the last two
-# layers: the weight on the source's `</s>`, and on `<s>` in the decoder's
-# self-attention, and the part of what is carried that comes from there.
+# And what do the weights carry (*A weight, and what it carries*)?
+# `model-de-en` reads the captions and three sentences more; `model-en-de` and
+# `model-en-fr` read the English that it writes. The table has means over all
+# heads of the last two layers: how much weight lies on the source's `</s>`,
+# and in the decoder's self-attention on `<s>`, and what part of all that is
+# carried comes from there.
 
 
 # %%
@@ -20837,19 +20847,28 @@ def int8_products_are_close():
 # %% [markdown]
 # On the command line it is `--int8`, for `translate` and `evaluate`. It may
 # pay where the processor has instructions for such products, and large models
-# more than small ones. On an AMD EPYC it made a model of the tiny sizes 1.0 to
-# 1.6 times as fast greedily, in four calls, and 1.1 times with a beam of five
-# in each; base 1.3 to 1.7 times, and with the beam 1.7 to 1.9 times (commits
-# 9bfd124, 9e6b1e0, cfc419b and d4842f6; the last is
-# `results/benchmarks-decoding-peers.json`). On a newer EPYC tiny became 1.08
-# times as fast greedily and 0.86 times with the beam, base 1.38 and 1.49 times
-# (commit 4832d82, `…-peers-epyc-zen5.json` beside it). On an Intel Xeon, which
-# has them too, tiny became 1.04 times as fast greedily and 0.86 times with the
-# beam, base 1.3 and 1.2 times (commit 4c287a0, `…-peers-xeon.json` beside it).
-# Where a Xeon shows its units for matrices, which multiply both kinds,
-# bfloat16 gained more than 8 bits did: tiny 1.15 times as fast greedily and
-# 1.17 with the beam, base 1.64 and 1.94 times; by 8 bits 0.92, 0.82, 1.38 and
-# 1.52 times (commit f280988, `…-peers-xeon-amx.json`).
+# more than small ones. How many times as fast is decoding by 8 bits, and by 16
+# (`--half`), as in 32? Greedily, and with a beam of five, by
+# `benchmarks/decoding_peers.py`:
+#
+# <!-- fewer bits: tools/results.py -->
+#
+# | two cores | bits | tiny | tiny, beam | base | base, beam |
+# |---|---|---|---|---|---|
+# | AMD EPYC | 8 | 1.23 | 1.25 | 1.56 | 1.85 |
+# | AMD EPYC | 16 | 1.19 | 1.24 | 1.50 | 1.54 |
+# | AMD EPYC (Zen 5) | 8 | 1.08 | 0.86 | 1.38 | 1.49 |
+# | AMD EPYC (Zen 5) | 16 | 1.14 | 1.10 | 1.49 | 1.58 |
+# | Intel Xeon | 8 | 1.04 | 0.86 | 1.30 | 1.23 |
+# | Intel Xeon | 16 | 0.81 | 0.79 | 0.79 | 0.72 |
+# | Intel Xeon with AMX | 8 | 0.92 | 0.82 | 1.38 | 1.52 |
+# | Intel Xeon with AMX | 16 | 1.15 | 1.17 | 1.64 | 1.94 |
+#
+# <!-- end of fewer bits -->
+#
+# The Xeon with AMX shows its units for matrices, which multiply both kinds.
+# The other hides them: there 16 bits cost time. (`benchmarks/README.md` has
+# the commits, and how far the rounds differ.)
 #
 # What it costs `results/model-de-en`, in BLEU with a beam of four: on
 # Multi30k's validation set, 41.85 becomes

@@ -1004,6 +1004,30 @@ def speed_table(names=tuple(MACHINES), aimed=False):
     return lines
 
 
+def fewer_bits_table():
+    """Return the lines of what 8 and 16 bits bring in decoding, by machine."""
+    import run
+
+    lines = [
+        "| two cores | bits | tiny | tiny, beam | base | base, beam |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, units in MACHINES.items():
+        facts = read(Path(run.file_of("decoding_peers", name)).stem)
+        if facts is None:
+            continue
+        cpu = facts["machine"]["cpu"]
+        machine = re.sub(r"\(R\)| Processor", "", cpu) + units
+        for bits, program in ((8, "ours, int8"), (16, "ours, bf16")):
+            found = [
+                f"{1 / row['ours_over_it'][0]:.2f}"
+                for row in facts["rows"]
+                if row["program"] == program
+            ]
+            lines.append(f"| {machine} | {bits} | {' | '.join(found)} |")
+    return lines
+
+
 def gpu_table():
     """Return the lines of how fast a GPU trains, from benchmarks-gpu.json."""
     found = read("benchmarks-gpu") or {"rows": []}
@@ -1227,6 +1251,7 @@ TABLES = {
     "wider": wider_table,
     "speed": speed_table,
     "speed on a GPU": gpu_table,
+    "fewer bits": fewer_bits_table,
     "speed in short": partial(speed_table, (None, "epyc-zen5"), aimed=True),
     "claims": claims_table,
     "long claims": long_claims,
