@@ -8178,7 +8178,8 @@ def sinusoids_extrapolate(lengths=(10, 11, 12), seeds=1, updates=400):
 # fast on the machine at hand, and checks that it computes the same, but for
 # rounding, and for dropout, which draws other numbers and rounds its rate. The
 # weights stay where they are, so a model can be trained in one form and used
-# in the other.
+# in the other. (So small a model as that of the copy task gains nothing by it,
+# and is left as it is.)
 #
 # ### What the machine can do
 #
