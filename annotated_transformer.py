@@ -311,12 +311,12 @@ class InputError(ValueError):
 # form, which this notebook tries and which is sometimes undecided, and a long
 # one, of more seeds, updates or sentences. Open the cell, change a setting,
 # run it again: the verdict must be able to change. Each claim that is examined
-# also names, under `unless`, a change that must break it: with this change its
-# long form must come out otherwise. Where the text says "then the claim
-# fails", it speaks of such a change. It shows that the examination can fail.
-# `make claims` tries all claims, in their long form and with these settings,
-# and so do the tests where it takes seconds. *The ledger*, near the end, puts
-# all verdicts together.
+# names, under `unless`, a change that must break it: with this change its long
+# form must come out otherwise. Where the text says "then the claim fails", it
+# speaks of such a change. It shows that the examination can fail. `make
+# claims` tries all claims, in their long form and with these changes, and so
+# do the tests where it takes seconds. *The ledger*, near the end, puts all
+# verdicts together.
 
 # %% tags=["plumbing"]
 CLAIMS, FINDINGS = {}, {}
@@ -9429,7 +9429,7 @@ short_attention.register_autograd(
 # what it is sent can be *recorded*, as a *CUDA graph*, and repeated by one
 # call. The price: nothing but the numbers may change. Each tensor keeps its
 # place and its shape, and on the way no number may be looked at. `train
-# --record` works like this (*Training that lasts*).
+# --record` works like this (*Recorded updates, on an NVIDIA GPU*).
 
 
 # %%
@@ -20818,8 +20818,9 @@ def use_int8(model):
 
 
 # %% [markdown]
-# How much is lost? Each rounded number is off by at most half a unit, that is,
-# by half of its row's scale. This bounds the error of every sum:
+# How much is lost? Each integer is off by at most a half, so the number that
+# it stands for is off by at most half of its row's factor. This bounds the
+# error of every sum:
 
 
 # %%
