@@ -767,7 +767,8 @@ def cost_of_a_layer(d=512, k=3):
 # count the four matrices around attention (Section 3.2.2), which cost n·d²
 # each. With all of them, 14 words cost attention 14.9 million multiplications,
 # more than either of the other two. Against recurrence in its simplest form,
-# what attention saves on short sentences is waiting, not work.
+# what attention saves on short sentences is waiting, not work. (*Table 1,
+# counted*, behind the full model, tries what is said here.)
 
 # %% [markdown]
 # ### Exercises
@@ -20870,7 +20871,8 @@ def int8_products_are_close():
 #
 # The Xeon with AMX shows its units for matrices, which multiply both kinds.
 # The other hides them: there 16 bits cost time. (`benchmarks/README.md` has
-# the commits, and how far the rounds differ.)
+# the commits, and the files `results/benchmarks-decoding-peers*.json` the
+# rounds.)
 #
 # What it costs `results/model-de-en`, in BLEU with a beam of four: on
 # Multi30k's validation set, 41.85 becomes

@@ -213,11 +213,12 @@ def test_a_killed_run_can_be_resumed(few, whole, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_killed_many_times_ends_the_same(few, whole, tmp_path):
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_run_killed_many_times_ends_the_same(few, whole, tmp_path, seed):
     began = time.perf_counter()
     trained(few, tmp_path / "timed", 12, *LEVERS)
     half = (time.perf_counter() - began) / 2
-    out, draw, kills = tmp_path / "killed", random.Random(0), 0
+    out, draw, kills = tmp_path / "killed", random.Random(seed), 0
     while kills < 4:
         process = start(few, out, 12, *LEVERS)
         name = draw.choice(["log.jsonl", "checkpoint.pt"])

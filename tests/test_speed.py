@@ -644,12 +644,14 @@ def test_with_another_attention_the_quicker_forms_refuse_to_write(monkeypatch):
     def unscaled(Q, K, V, mask=None, drop=None):
         return right(Q * Q.size(-1) ** 0.5, K, V, mask, drop)
 
-    monkeypatch.setattr(book, "attention", unscaled)
     two_updates(monkeypatch)
+    _, expected, _ = book.train_copy()
+    monkeypatch.setattr(book, "attention", unscaled)
+    translator, _ = book.toy_translator.__wrapped__()
     with pytest.raises(book.InputError, match="was changed in this model"):
-        translator, _ = book.toy_translator.__wrapped__()
         translator.translate(["der Hund schläft ."])
-    book.train_copy()
+    _, losses, _ = book.train_copy()
+    assert len(losses) == 2 and losses != expected  # the plain form asks it
     model, _ = book.train_small(recipe=replace(book.SMALL_RECIPE, steps=2))
     book.measure_small(model, book.greedy)
 
