@@ -20,11 +20,11 @@ notebook: $(STAMP)  ## run the book and write its notebook, with outputs
 	$(PY) tools/notebook.py execute
 	$(PY) tools/notebook.py pictures
 
+# tests/test_notebook.py runs the notebook, beside the others.
 test: $(STAMP)  ## check the style, run the notebook and every test
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(PY) tools/notebook.py execute build/smoke.ipynb
-	$(PY) -m pytest --numprocesses=3 --dist=loadfile --no-loadscope-reorder
+	$(PY) -m pytest --numprocesses=4 --dist=loadfile --no-loadscope-reorder
 
 bench: $(STAMP)  ## measure speed against the peers; options: make bench ARGS="--quick"
 	$(PY) -m pip install --quiet -r tests/peers.txt -c constraints.txt

@@ -214,6 +214,7 @@ import gzip
 import hashlib
 import http.client
 import importlib.util
+import inspect
 import io
 import itertools
 import json
@@ -5711,6 +5712,26 @@ def learning_rate(n, d_model=512, warmup=4000, factor=1.0):
 
 
 # %% [markdown]
+# The steps are PyTorch's own. (But a process that makes one of its optimizers
+# loads its compiler first, which takes more than a second, though nothing is
+# compiled here. The folded cell makes an Adam that does not.)
+
+
+# %% tags=["plumbing"]
+@functools.cache
+def adam_without_compiler():
+    """torch.optim.Adam, but no method loads PyTorch's compiler.
+
+    PyTorch wraps these, to tell the compiler to leave them alone.
+    """
+    names = ("add_param_group", "load_state_dict", "state_dict", "zero_grad",
+             "step")  # fmt: skip
+    own = {n: inspect.unwrap(getattr(torch.optim.Adam, n)) for n in names}
+    own["step"] = torch.no_grad()(own["step"])  # as the wrapper did
+    return type("Adam", (torch.optim.Adam,), own)
+
+
+# %% [markdown]
 # The optimizer starts with rate 0; the training loop sets it before each
 # update.
 
@@ -5724,8 +5745,8 @@ def adam(model, fused=None):
     weights = list(model.parameters())
     if fused is None:
         fused = weights[0].device.type in ("cpu", "cuda")
-    betas = (0.9, 0.98)
-    return torch.optim.Adam(weights, lr=0, betas=betas, eps=1e-9, fused=fused)
+    Adam, betas = adam_without_compiler(), (0.9, 0.98)
+    return Adam(weights, lr=0, betas=betas, eps=1e-9, fused=fused)
 
 
 # %% [markdown]

@@ -81,9 +81,9 @@ def toy_translator():
 
 
 # What takes longest begins first, so that nothing runs alone at the end.
-LONGEST = ["test_lasting", "test_browser", "test_distributed", "test_commands",
-           "test_several_machines", "test_attention", "test_results",
-           "test_peers", "test_scale"]  # fmt: skip
+LONGEST = ["test_notebook", "test_lasting", "test_browser", "test_distributed",
+           "test_commands", "test_several_machines", "test_attention",
+           "test_results", "test_peers", "test_scale"]  # fmt: skip
 
 
 def pytest_collection_modifyitems(items):

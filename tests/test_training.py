@@ -2,11 +2,13 @@
 
 import itertools
 import math
+import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import ONE_THREAD, SCRIPT, same, training_command
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -121,6 +123,50 @@ def test_adam_has_the_settings_of_the_paper():
     assert group["betas"] == (0.9, 0.98)
     assert group["eps"] == 1e-9
     assert group["weight_decay"] == 0
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_adam_is_pytorchs_bit_for_bit(fused):
+    """In its steps, and in what a checkpoint keeps of it."""
+    ends = []
+    for make in (book.adam_without_compiler(), torch.optim.Adam):
+        torch.manual_seed(0)
+        weight = torch.nn.Parameter(torch.randn(3, 5))
+        optimizer = make([weight], 0.1, betas=(0.9, 0.98), fused=fused)
+        for step in range(6):
+            if step == 3:  # as a run that is resumed
+                state = optimizer.state_dict()
+                optimizer = make([weight], 0.0, fused=fused)
+                optimizer.load_state_dict(state)
+            optimizer.zero_grad()
+            weight.sin().square().sum().backward()
+            optimizer.step()
+        assert weight.is_leaf and torch.is_grad_enabled()
+        ends.append({"weight": weight, **optimizer.state_dict()["state"][0]})
+    assert same(*ends)
+
+
+TRAIN_TWICE = """
+import sys
+import annotated_transformer as book
+command = sys.argv[1:]
+for more in (["--steps", "2"], ["--steps", "4", "--resume"]):
+    assert book.main([*command, *more]) == 0
+print("torch._dynamo" in sys.modules)
+"""
+
+
+def test_a_training_that_compiles_nothing_loads_no_compiler(few, tmp_path):
+    command = training_command(few, tmp_path / "run", 2)
+    done = subprocess.run(
+        [sys.executable, "-c", TRAIN_TWICE, *map(str, command),
+         "--layers", "1", "--d-model", "8", "--heads", "2"],
+        env=ONE_THREAD | {"PYTHONPATH": str(SCRIPT.parent)},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "resuming after update 2" in done.stderr
+    assert done.stdout == "False\n"
 
 
 @pytest.mark.parametrize("steps, warmup", [(50, 10), (7, 1), (10, 10)])

@@ -1,0 +1,68 @@
+"""The book runs from its first cell to its last, as its reader would run it.
+
+This takes longest of all, so it begins first, beside the other tests and with
+as many threads as they have (see conftest.py). Processes that compute with
+two threads each would wait for each other most of the time.
+"""
+
+import os
+import re
+import subprocess
+import sys
+
+import nbformat
+import pytest
+from test_project import ROOT, outputs_of
+
+from tools import notebook
+
+pytestmark = pytest.mark.slow
+EXECUTED = ROOT / "build" / "smoke.ipynb"
+
+
+@pytest.fixture(scope="module")
+def new_run():
+    """The notebook, executed in a folder of its own, with its outputs."""
+    EXECUTED.unlink(missing_ok=True)
+    done = subprocess.run(
+        [sys.executable, ROOT / "tools/notebook.py", "execute", EXECUTED],
+        cwd=ROOT, env=os.environ | {"PYTHONIOENCODING": "utf-8"},
+        capture_output=True, encoding="utf-8",
+    )  # fmt: skip
+    if done.returncode:
+        pytest.fail(f"{done.stdout[-2000:]}\n{done.stderr}", pytrace=False)
+    return nbformat.read(EXECUTED, as_version=4)
+
+
+def test_a_new_run_gives_outputs_of_the_same_kinds(new_run):
+    kinds = [
+        [
+            [
+                [output.output_type, *sorted(output.get("data", {}))]
+                for output in cell.get("outputs", [])
+            ]
+            for cell in nb.cells
+        ]
+        for nb in (notebook.read_notebook(), new_run)
+    ]
+    assert kinds[0] == kinds[1]
+
+
+def test_a_new_run_is_of_the_very_source(new_run):
+    """And so is the stored notebook, cell by cell."""
+    sources = [
+        [cell.source for cell in nb.cells]
+        for nb in (notebook.read_source(), notebook.read_notebook(), new_run)
+    ]
+    assert sources[0] == sources[1] == sources[2]
+
+
+def test_a_new_run_learns_the_generated_corpus(new_run):
+    """By the book's own recipe; test_attention.py has a shorter one."""
+    shown = "\n".join(t for cell in new_run.cells for t in outputs_of(cell))
+    [bleu, right] = re.search(
+        r"^BLEU ([\d.]+)\n(\d+) of 1000 exactly right$", shown, re.M
+    ).groups()
+    assert float(bleu) >= 95 and int(right) >= 900
+    [best] = re.findall(r"best head, trained +([\d.]+)%", shown)
+    assert float(best) > 75
