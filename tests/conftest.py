@@ -83,7 +83,8 @@ def toy_translator():
 # What takes longest begins first, so that nothing runs alone at the end.
 LONGEST = ["test_notebook", "test_lasting", "test_browser", "test_distributed",
            "test_commands", "test_several_machines", "test_attention",
-           "test_results", "test_peers", "test_scale"]  # fmt: skip
+           "test_results", "test_peers", "test_speed", "test_shapes",
+           "test_checks", "test_scale", "test_claims"]  # fmt: skip
 
 
 def pytest_collection_modifyitems(items):

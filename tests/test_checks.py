@@ -493,8 +493,8 @@ SLIPS = {
         "the_closest_text_is_taken",
     ),
     "Adam's usual numbers": (
-        "betas = (0.9, 0.98)",
-        "betas = (0.9, 0.999)",
+        "adam_without_compiler(), (0.9, 0.98)",
+        "adam_without_compiler(), (0.9, 0.999)",
         "adam_has_the_papers_numbers",
     ),
     "Adam's usual ε": (

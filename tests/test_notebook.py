@@ -5,6 +5,7 @@ as many threads as they have (see conftest.py). Processes that compute with
 two threads each would wait for each other most of the time.
 """
 
+import json
 import os
 import re
 import subprocess
@@ -14,6 +15,7 @@ import nbformat
 import pytest
 from test_project import ROOT, outputs_of
 
+import annotated_transformer as book
 from tools import notebook
 
 pytestmark = pytest.mark.slow
@@ -66,3 +68,48 @@ def test_a_new_run_learns_the_generated_corpus(new_run):
     assert float(bleu) >= 95 and int(right) >= 900
     [best] = re.findall(r"best head, trained +([\d.]+)%", shown)
     assert float(best) > 75
+
+
+def test_each_example_shows_something(new_run):
+    shown = {}
+    for cell in new_run.cells:
+        for name in re.findall(r"(?m)^@example\ndef (\w+)", cell.source):
+            shown[name] = cell.outputs
+    assert shown.keys() == book.EXAMPLES.keys()
+    for name, outputs in shown.items():
+        texts = [o.get("text") or o.get("data") for o in outputs]
+        assert texts and all(texts), name
+
+
+def every(key, tree):
+    """All values under `key`, at any depth of a chart's description."""
+    if isinstance(tree, dict):
+        for name, value in tree.items():
+            if name == key:
+                yield value
+            yield from every(key, value)
+    elif isinstance(tree, list):
+        for value in tree:
+            yield from every(key, value)
+
+
+def test_each_chart_says_what_it_shows(new_run):
+    """In words, in its title and at its axes; and it is no large one."""
+    charts = [
+        output.data[kind]
+        for cell in new_run.cells
+        for output in cell.get("outputs", [])
+        for kind in output.get("data", {})
+        if kind.startswith(notebook.CHART)
+    ]
+    assert len(charts) > 15
+    for spec in charts:
+        assert len(json.dumps(spec)) < 300_000
+        assert all(spec.pop("datasets").values())
+        assert len(spec["description"]) > 40
+        assert spec["title"]
+        for axis in ("x", "y"):
+            channels = [c for c in every(axis, spec) if "field" in c]
+            assert channels
+            for channel in channels:  # without an axis, it has no title
+                assert channel.get("title") or channel["axis"] is None

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_examples import TRAINED
 
 import annotated_transformer as book
 
@@ -121,6 +120,17 @@ def run_everything():
     book.beam_search(model, batch.src, width=3, extra=2)
     book.layer_norm(torch.randn(3, 16), 1.0, 0.0)
     book.positional_encoding(9, 16)
+
+
+TRAIN = {"compared", "copy_model", "toy_translator", "parser_model",
+         "trees_of_both", "roles_of", "best_head", "exact_share",
+         "losses_on_two_lines"}  # fmt: skip
+TRAINED = {  # these train a model first; the notebook runs them all
+    name
+    for name, function in book.EXAMPLES.items()
+    if TRAIN & {*re.findall(r"\w+(?=\()", inspect.getsource(function))}
+    or name == "gallery_of_bugs"  # thirty of them
+} | {"one_technique_after_another", "ways_of_writing"}  # these take their time
 
 
 def run_checks():
