@@ -5712,9 +5712,9 @@ def learning_rate(n, d_model=512, warmup=4000, factor=1.0):
 
 
 # %% [markdown]
-# The steps are PyTorch's own. (But a process that makes one of its optimizers
-# loads its compiler first, which takes more than a second, though nothing is
-# compiled here. The folded cell makes an Adam that does not.)
+# Adam itself is PyTorch's. (When a process makes its first optimizer,
+# PyTorch loads its compiler, which takes more than a second, though nothing is
+# compiled here. The Adam of the folded cell does without.)
 
 
 # %% tags=["plumbing"]
@@ -9022,7 +9022,7 @@ def one_technique_after_another():
 # **What to notice.** Batches of like length do most. What the others bring
 # depends on the sizes, and on the hour: with 10,000 words and 4,096 places, as
 # `benchmarks/training.py` measures it on captions, products in 16 bits were
-# worth a factor of 1.4 to 1.5 in six calls on two cores of an AMD EPYC, the
+# worth a factor of 1.3 to 1.5 in seven calls on two cores of an AMD EPYC, the
 # loss in slices between 1.4 and nothing, and the whole 3.6 to 4.9. Fused
 # attention and fused Adam bring next to nothing there, and a little in the
 # small updates above. And the last form is not at the limit: what remains are
