@@ -20,11 +20,13 @@ notebook: $(STAMP)  ## run the book and write its notebook, with outputs
 	$(PY) tools/notebook.py execute
 	$(PY) tools/notebook.py pictures
 
-# tests/test_notebook.py runs the notebook, beside the others.
+# tests/test_notebook.py runs the notebook, beside the others. With little
+# memory: make test PROCESSES=2
+PROCESSES ?= 4
 test: $(STAMP)  ## check the style, run the notebook and every test
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(PY) -m pytest --numprocesses=4 --dist=loadfile --no-loadscope-reorder
+	$(PY) -m pytest --numprocesses=$(PROCESSES) --dist=loadfile --no-loadscope-reorder
 
 bench: $(STAMP)  ## measure speed against the peers; options: make bench ARGS="--quick"
 	$(PY) -m pip install --quiet -r tests/peers.txt -c constraints.txt
