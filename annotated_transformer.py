@@ -5712,9 +5712,27 @@ def learning_rate(n, d_model=512, warmup=4000, factor=1.0):
 
 
 # %% [markdown]
-# Adam itself is PyTorch's. (When a process makes its first optimizer,
-# PyTorch loads its compiler, which takes more than a second, though nothing is
-# compiled here. The Adam of the folded cell does without.)
+# The optimizer is PyTorch's. It starts with rate 0; the training loop sets it
+# before each update.
+
+
+# %%
+def adam(model, fused=None):
+    """The paper's Adam; `training` sets the rate before each update.
+
+    `fused`: make the step in one pass; by default on a processor or CUDA.
+    """
+    weights = list(model.parameters())
+    if fused is None:
+        fused = weights[0].device.type in ("cpu", "cuda")
+    Adam, betas = adam_without_compiler(), (0.9, 0.98)
+    return Adam(weights, lr=0, betas=betas, eps=1e-9, fused=fused)
+
+
+# %% [markdown]
+# (PyTorch's class loads PyTorch's compiler when a process makes its first
+# optimizer: a second or so, though nothing is compiled here. The folded cell
+# makes the same class without that.)
 
 
 # %% tags=["plumbing"]
@@ -5732,25 +5750,7 @@ def adam_without_compiler():
 
 
 # %% [markdown]
-# The optimizer starts with rate 0; the training loop sets it before each
-# update.
-
-
-# %%
-def adam(model, fused=None):
-    """The paper's Adam; `training` sets the rate before each update.
-
-    `fused`: make the step in one pass; by default on a processor or CUDA.
-    """
-    weights = list(model.parameters())
-    if fused is None:
-        fused = weights[0].device.type in ("cpu", "cuda")
-    Adam, betas = adam_without_compiler(), (0.9, 0.98)
-    return Adam(weights, lr=0, betas=betas, eps=1e-9, fused=fused)
-
-
-# %% [markdown]
-# Are these the paper's numbers? By hand: after a first gradient g the
+XX
 # corrected means are g and g². So a first gradient of g = ε moves the weight
 # by half of the rate, for g / (g + ε) = ½. If the second gradient is 0, the
 # corrected means are then 0.9 g / 1.9 and 0.98 g² / 1.98:

@@ -255,7 +255,7 @@ def two_processes(args, folder, tokens, half):
 
     `tokens`: how many an update has, in the mean; `half`: in 16 bits.
     """
-    first, last = 20, 40 if args.quick else 60  # of which the log has times
+    first, last = 20, (40 if args.quick else 60)  # the log has their times
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone",
         "--nproc-per-node", "2", str(ROOT / "annotated_transformer.py"),

@@ -1,8 +1,7 @@
 """The book runs from its first cell to its last, as its reader would run it.
 
-This takes longest of all, so it begins first, beside the other tests and with
-as many threads as they have (see conftest.py). Processes that compute with
-two threads each would wait for each other most of the time.
+This takes longest of all, so it begins first, beside the other tests, and has
+one thread, as they have (see conftest.py): more would wait for each other.
 """
 
 import json

@@ -221,9 +221,7 @@ def test_the_quick_benchmark_of_training_runs_every_form(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_two_processes_are_timed_on_the_corpus_of_the_other_forms(
-    corpus,
-):
+def test_two_processes_are_timed_on_the_corpus_of_the_other_forms(corpus):
     quick = ["--quick", "--only", "forms", "--processes", "--rounds", "1"]
     [*_, row] = training.main([*quick, "--corpus", str(corpus)])
     assert row["form"] == "two processes"
