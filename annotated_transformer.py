@@ -5750,7 +5750,7 @@ def adam_without_compiler():
 
 
 # %% [markdown]
-XX
+# Are the numbers in `adam` the paper's? By hand: after a first gradient g the
 # corrected means are g and g². So a first gradient of g = ε moves the weight
 # by half of the rate, for g / (g + ε) = ½. If the second gradient is 0, the
 # corrected means are then 0.9 g / 1.9 and 0.98 g² / 1.98:
