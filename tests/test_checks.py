@@ -184,6 +184,16 @@ SLIPS = {
         "zip(states.split(rows)[:2], labels.split(rows))",
         "fast_form_changes_nothing",
     ),
+    "short texts without their mask": (
+        "return attention(Q, K, V, mask, self.drop)[0]",
+        "return attention(Q, K, V, None, self.drop)[0]",
+        "fast_form_changes_nothing",
+    ),
+    "long texts without their mask": (
+        "Q, K, V, attn_mask=mask, dropout_p=self.drop.p",
+        "Q, K, V, attn_mask=None, dropout_p=self.drop.p",
+        "fast_form_changes_nothing",
+    ),
     "the words' own gradient lost": (
         "    add_gradient(weight, at_weight)",
         "    add_gradient(weight, 0 * at_weight)",

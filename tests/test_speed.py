@@ -36,6 +36,14 @@ def some_batches():
         )
 
 
+def long_attention(model):
+    """Let every text be too long for our own formula."""
+    book.exchange(model, {book.MultiHeadAttention: book.FusedAttention})
+    for part in model.modules():
+        part.short = 0
+    return model
+
+
 FORMS = {
     "slices": (book.plain, partial(book.backward_in_slices, rows=7)),
     "bytes": (
@@ -48,6 +56,7 @@ FORMS = {
         ),
         book.backward,
     ),
+    "torch's attention": (long_attention, book.backward),
     "all": (book.fast, book.backward_in_slices),
     "oneDNN": (
         partial(book.fast, onednn=True),
@@ -116,7 +125,9 @@ def test_plain_takes_back_what_fast_did():
     assert [type(part) for part in model.modules()] == classes
 
 
-def test_fast_attention_drops_weights_in_training_only():
+@pytest.mark.parametrize("short", [0, 24])
+def test_fast_attention_drops_weights_in_training_only(short, monkeypatch):
+    monkeypatch.setattr(book.FusedAttention, "short", short)
     model = book.fast(book.tiny_model(attention_dropout=0.5))
     batch = next(some_batches())
     look = partial(model.states, batch.src, batch.read)
