@@ -25,8 +25,8 @@
 # ## Start here
 #
 # Three ways through the book follow, and two of them pass over cells. Leave
-# those unread, but in a notebook run all cells first, in order (*Run all*),
-# for they use what earlier ones define.
+# those cells unread, but in a notebook run all cells first, in order (*Run
+# all*), because later cells use what earlier ones define.
 #
 # **In three quarters of an hour: the model** (an hour and a half, if you read
 # all of its code). Begin with *The task we use throughout*, and read on until
@@ -58,11 +58,11 @@
 # the small models and the settings of their training are ours, too. All else
 # is as in the paper, unless the text says otherwise.
 #
-# **Run.** As a notebook, each example shows its result as you pass it. As a
-# script, `python annotated_transformer.py` learns to copy sequences and
-# proves it, and `python annotated_transformer.py --help` lists what else it
-# can do. Imported, `import annotated_transformer`, it only defines things: it
-# prints nothing and trains nothing.
+# **Run.** In a notebook, each example shows its result as you reach it. Run as
+# a script (`python annotated_transformer.py`), the file learns to copy
+# sequences and proves it, and `python annotated_transformer.py --help` lists
+# what else it can do. Imported (`import annotated_transformer`), it only
+# defines things: it prints nothing and trains nothing.
 #
 # In Colab, the first cell of code installs what is missing there. Elsewhere,
 # if you have this file alone, install what it needs with `pip install torch
@@ -83,11 +83,11 @@
 # made of the plain forms, so every change reaches them. But the German-English
 # model uses the quicker forms of *Making it fast*, to train and to write.
 # These do not call `attention`, `smoothed_loss` or `Cache`, so what you change
-# there does not reach it. Where a changed model computes something else than
-# the quick form of writing, that form raises an error. And a model that a cell
-# has trained is kept: to run the cell again does not train it again. To see
-# what a change does to a training, run `_, losses, right = train_copy()` (*A
-# first example: copying*).
+# there does not reach it. Where a changed model computes something other than
+# the quick form of writing does, that form raises an error. And a model that a
+# cell has trained is kept: running the cell again does not train it again. To
+# see what a change does to a training, run `_, losses, right = train_copy()`
+# (*A first example: copying*).
 #
 # | step | on two processor cores, no GPU |
 # |---|---|
@@ -97,10 +97,10 @@
 # | this whole notebook | five and a half minutes |
 # | real captions (Multi30k), from the command line | an hour or less |
 #
-# (Measured on an AMD EPYC that can multiply numbers of 16 bits. An older one,
-# without such instructions, took eleven minutes for the whole notebook
-# (version `cfe3857`), a newer one three and a half (version `8ec2fee`). Such a
-# number names a version of this book's files.)
+# (Measured on an AMD EPYC that has instructions for multiplying 16-bit
+# numbers. An older one, without them, took eleven minutes for the whole
+# notebook (version `cfe3857`), a newer one three and a half (version
+# `8ec2fee`). Such a code names a version of this book's files.)
 #
 # **Symbols.** N, h, d_model, d_ff and d_k are the paper's; the other letters
 # are ours. A *token* is one piece of text, such as a word, a part of a word,
@@ -167,10 +167,10 @@
 # </details>
 
 # %% [markdown]
-# The chapters on the architecture need PyTorch and the standard library.
-# Other packages (charts, tokenizers, scores) are imported where they are
-# used, so that what you do not use costs nothing. Colab has most of them, and
-# a torch that fits its GPU, which stays.
+# The chapters on the architecture need PyTorch and the standard library. Other
+# packages (charts, tokenizers, scores) are imported where they are used, so
+# that what you do not use costs nothing. Colab has most of them, and a torch
+# that fits its GPU; that torch is left as it is.
 
 # %% tags=["plumbing"]
 import subprocess
@@ -314,10 +314,10 @@ class InputError(ValueError):
 # run it again: the verdict must be able to change. Each claim that is examined
 # names, under `unless`, a change that must break it: with this change its long
 # form must come out otherwise. Where the text says "then the claim fails", it
-# speaks of such a change. It shows that the examination can fail. `make
-# claims` tries all claims, in their long form and with these changes, and so
-# do the tests where it takes seconds. *The ledger*, near the end, puts all
-# verdicts together.
+# speaks of such a change. Such changes show that the examination can fail.
+# `make claims` tries all claims, in their long form and with these changes;
+# the tests do the same where that takes only seconds. *The ledger*, near the
+# end, puts all verdicts together.
 
 # %% tags=["plumbing"]
 CLAIMS, FINDINGS = {}, {}
@@ -384,8 +384,8 @@ def out_of_reach(name, section, text, why):
 # the cell says what is wrong with it. (Mostly the results alone are judged.
 # Whether you kept to "without a loop", you must check yourself.) A hint and an
 # answer are folded away, and so is the cell that knows the slips that people
-# make. (It gives much away; don't look into it yet.) In brackets stands how
-# long an answer is, or how long it may take you.
+# make. (It gives much away; don't look into it yet.) The brackets say how long
+# an answer is, or how long it may take you.
 
 # %% tags=["plumbing"]
 EXERCISES = {}
@@ -549,13 +549,13 @@ def exercise(spec):
 # %% [markdown]
 # ### How the charts are drawn
 #
-# Two helpers draw nearly every picture of this book with Altair:
-# `line_chart` and `heat_maps`. You may skip these cells; they are about ink,
-# not about attention. Colours are the Okabe-Ito palette, the cividis map and,
-# for the sines of Section 3.5, blue to orange, which people with any colour
-# vision can tell apart, and a dash always says the same as a colour. Every
-# chart carries a description in words. It is stored both as a live chart and
-# as an image, so it shows without network and where scripts are not allowed.
+# Two helpers draw nearly every picture of this book with Altair: `line_chart`
+# and `heat_maps`. You may skip these cells; they are about ink, not about
+# attention. Colours are the Okabe-Ito palette, the cividis map and, for the
+# sines of Section 3.5, blue to orange, which people with any colour vision can
+# tell apart, and a dash always says the same as a colour. Every chart carries
+# a description in words, and is stored both as a live chart and as an image,
+# so it shows without a network and where scripts are not allowed.
 
 # %% tags=["plumbing"]
 PALETTE = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]
@@ -732,12 +732,12 @@ def heat_maps(panels, x, y, title, description, **options):
 # a table of all pairs, so the work grows with the square of the length. Table
 # 1 of the paper counts the operations. In all three kinds of layer each word
 # is a row of d numbers; d is the *width* of the model. Attention compares n ·
-# n pairs of words, each by d multiplications. A recurrent layer multiplies
-# each of the n words with a d × d matrix, and a convolution that sees k words
-# at once does so k times. Here is what that makes for a caption of 14 words
-# and for a page of 1,000, with d = 512, as in the smaller of the paper's
-# models (*base*), and k = 3. (The convolutions are *dilated*: their gaps grow
-# from layer to layer, so that log₃ n layers span n words.)
+# n pairs of words, with d multiplications for each. A recurrent layer
+# multiplies each of the n words by a d × d matrix, and a convolution that sees
+# k words at once does so k times. Here is what that comes to for a caption of
+# 14 words and for a page of 1,000, with d = 512, as in the smaller of the
+# paper's models (*base*), and k = 3. (The convolutions are *dilated*: their
+# gaps grow from layer to layer, so that log₃ n layers span n words.)
 
 
 # %%
@@ -762,14 +762,14 @@ def cost_of_a_layer(d=512, k=3):
 # d, and for 1,000 words the recurrent layer does less work, but does it in
 # 1,000 turns.
 #
-# Table 1 leaves things out, for it gives orders of magnitude. Attention has
-# two products of n²·d multiplications each, of which it counts one; the
-# recurrent layer has two matrices, of which it counts one. And it does not
-# count the four matrices around attention (Section 3.2.2), which cost n·d²
-# each. With all of them, 14 words cost attention 14.9 million multiplications,
-# more than either of the other two. Against recurrence in its simplest form,
-# what attention saves on short sentences is waiting, not work. (*Table 1,
-# counted*, behind the full model, tries what is said here.)
+# Table 1 leaves things out, for it gives orders of magnitude. It counts one of
+# attention's two products of n²·d multiplications each, and one of the
+# recurrent layer's two matrices. And it does not count the four matrices
+# around attention (Section 3.2.2), which cost n·d² each. With all of them, 14
+# words cost attention 14.9 million multiplications, more than either of the
+# other two. Against recurrence in its simplest form, what attention saves on
+# short sentences is waiting, not work. (*Table 1, counted*, after the full
+# model, tries what is said here.)
 
 # %% [markdown]
 # ### Exercises
@@ -868,9 +868,9 @@ SPECIALS = ["<pad>", "<s>", "</s>", "<unk>"]
 
 # %% [markdown]
 # In the copy task the ten digits follow, as the tokens 4 to 13. Sentences that
-# go through the model together are a *batch*. Those of different length share
-# one only if the shorter ones are filled up with `PAD`. Here is a batch of
-# two, which will return in Section 3.2.3:
+# go through the model together are a *batch*. Sentences of different lengths
+# can share a batch only if the shorter ones are filled up with `PAD`. Here is
+# a batch of two, which will return in Section 3.2.3:
 
 # %%
 DIGITS = [*SPECIALS, *"0123456789"]
@@ -913,9 +913,9 @@ def two_padded_sentences():
 # information, and a *feed-forward network*, where each position works for
 # itself. We call these parts its *sub-layers*.
 #
-# And how does it learn? What is learned are its *weights*, the numbers in its
-# matrices and vectors; the matrices begin with random ones. The *loss* says,
-# in one number, how badly the model has predicted. The **gradient** holds, for
+# And how does it learn? It learns its *weights*, the numbers in its matrices
+# and vectors; those in the matrices are random at first. The *loss* says, in
+# one number, how badly the model has predicted. The **gradient** holds, for
 # each weight, the derivative of the loss with respect to it: how the loss
 # would change if that weight grew a little. PyTorch finds them all, going back
 # through the calculation from the loss (*autograd*). An *update* then moves
@@ -1228,9 +1228,9 @@ class Stack(nn.Module):
 # %% [markdown]
 # **Asked often:** does copying a layer make N identical layers? It makes N
 # layers that *start* identical. `copy.deepcopy`, with which torch's own
-# encoder makes its layers, copies the numbers, so no weight is shared; but
-# all copies begin at one point. They soon part, since each stands at another
-# place and gets another gradient:
+# encoder makes its layers, copies the numbers, so no weight is shared; but all
+# copies begin at one point. They soon part, since each stands at a different
+# place and gets a different gradient:
 
 
 # %% tags=["question"]
@@ -1254,11 +1254,11 @@ def layers_made_by_copying():
 #
 # **Back through the norm** (an hour, if you know the chain rule). Take g = 1
 # and b = 0. `grad` holds the derivatives of some loss with respect to each
-# number that LayerNorm gives; wanted are those with respect to each number of
-# x. The cell nudges one number after the other, which takes two passes for
-# each. Find the formula, without autograd. Mind that each x works in three
-# ways: by itself, through μ and through σ². (ε stays under the root, and is
-# noticed if it is missing.)
+# number that LayerNorm gives; you are to find those with respect to each
+# number of x. The cell nudges one number after the other, which takes two
+# passes for each. Find the formula, without autograd. Mind that each x works
+# in three ways: by itself, through μ and through σ². (ε stays under the root,
+# and is noticed if it is missing.)
 
 
 # %%
@@ -1330,7 +1330,7 @@ norm_gradient_in_loops.judged_by(
 # ```
 #
 # In each row, what comes back has mean 0 and (apart from ε) no part along y.
-# To move all numbers of a row together, or to stretch them, changes nothing of
+# Moving all numbers of a row together, or stretching them, changes nothing in
 # the result, so no loss can ask for it.
 #
 # </details>
@@ -1348,8 +1348,8 @@ def layer_norm_gradient(x, grad): ...
 # *query*, each position offers a *key* and a *value*; the larger the product
 # of query and key, the more the value counts. All three are vectors. Learned
 # matrices make them from the vector at the position (Section 3.2.2). (Why is a
-# position's key not its query, too? Then position i would fit position j
-# exactly as well as j fits i. But a verb may need its subject more than the
+# position's key not its query, too? If it were, position i would fit position
+# j exactly as well as j fits i. But a verb may need its subject more than the
 # subject needs the verb.)
 #
 # #### 3.2.1 Scaled dot-product attention
@@ -1440,12 +1440,13 @@ def attention_rows_sum_to_one():
 
 
 # %% [markdown]
-# **Asked often:** why divide by √d_k? The paper argues: if the components of
-# q and k are independent with mean 0 and variance 1, then q·k, a sum of d_k
-# products, has mean 0 and variance d_k. Large scores push the softmax to
-# where one weight is nearly 1 and the gradient nearly 0. It is easily
-# tried. For each d_k we draw random queries and 16 keys for each, and note
-# the variance of the products and, undivided and divided, the largest weight.
+# **Asked often:** why divide by √d_k? The paper argues: if the components of q
+# and k are independent with mean 0 and variance 1, then q·k, a sum of d_k
+# products, has mean 0 and variance d_k. Large scores push the softmax to where
+# one weight is nearly 1 and the gradient nearly 0. This is easy to try. For
+# each d_k we draw random queries, with 16 keys for each query, and note the
+# variance of the products, and the largest weight without the division and
+# with it.
 
 
 # %%
@@ -1507,11 +1508,12 @@ def products_have_variance_d_k(widths=(4, 16, 64, 256, 1024), spread=1.0):
 # %% [markdown]
 # The second half: what large products do to the gradient. We take the
 # derivatives of all 16 weights with respect to all 16 scores (their
-# *Jacobian*), and of that matrix the size, which is the root of the sum of its
-# squares. The median over the queries decides. Their mean falls less, for some
-# queries meet near ties. (Keys and queries that are scaled to length 1 make
-# small products by themselves. With them the claim fails. Henry et al., 2020,
-# make use of that, with a learned factor in place of 1/√d_k.)
+# *Jacobian*), and then the size of that matrix: the root of the sum of the
+# squares of its entries. The median over the queries decides. The mean falls
+# less, because some queries meet near ties. (Keys and queries that are scaled
+# to length 1 make small products by themselves. With them the claim fails.
+# Henry et al., 2020, make use of that, with a learned factor in place of
+# 1/√d_k.)
 
 
 # %% tags=["claim"]
@@ -1610,9 +1612,9 @@ def both_scores_multiply_as_often(sizes=(16, 32, 64), each_pair=False):
 
 # %% [markdown]
 # Next, the numbers that must be kept until the gradient comes back. Additive
-# attention has d_k for each pair. (Q, K and V lie in one piece of memory here,
-# which counts as a whole. And additive attention may throw its numbers away
-# and compute them a second time; then the claim fails.)
+# attention keeps d_k of them for each pair of positions. (Q, K and V lie in
+# one piece of memory here, which counts as a whole. If additive attention
+# throws its numbers away and computes them a second time, the claim fails.)
 
 
 # %% tags=["claim"]
@@ -1758,12 +1760,12 @@ def lookup_losses(d_k, seeds, updates, new_words=False):
 
 # %% [markdown]
 # We call two losses equally good if they differ by less than 0.1; if they
-# differ by more, the lower one is "better". (For small d_k both are learned to
-# the end, where little can differ. At d_k = 4 additive attention falls behind.
-# The second claim is a matter of time: trained longer, it fails, for the gap
-# closes. With `new_words`, drawn afresh each time, it fails too: words that
-# can't be known by heart must be compared, which additive attention learns far
-# more slowly than dot products do.)
+# differ by more, the lower one is "better". (For small d_k both kinds learn
+# the task completely, so there is little left to differ. At d_k = 4 additive
+# attention falls behind. The second claim is a matter of time: trained longer,
+# it fails, for the gap closes. With `new_words`, drawn afresh each time, it
+# fails too: words that can't be known by heart must be compared, which
+# additive attention learns far more slowly than dot products do.)
 
 
 # %% tags=["claim"]
@@ -1875,10 +1877,10 @@ def ask(q, K, V): ...
 # %% [markdown]
 # **Scores of a thousand** (two lines). The weights are $e^{score}$, each as a
 # share of the row's sum. But e¹⁰⁰⁰ is more than a float can hold, and e⁻¹⁰⁰⁰
-# is 0. The cell takes e to differences of scores only, at the price of a loop
-# in a loop. (Where that is too much for a float, the share is 1/inf, which is
-# 0, as it should be.) Write the softmax yourself, with `exp` and `sum`, so
-# that no score is too large or small.
+# is 0. The cell raises e only to differences of scores, at the price of a loop
+# in a loop. (Where the sum is too large for a float, the share is 1/inf, which
+# is 0, as it should be.) Write the softmax yourself, with `exp` and `sum`, so
+# that no score is too large or too small.
 
 
 # %%
@@ -1939,8 +1941,8 @@ softmax_in_loops.judged_by(
 #     return shares / shares.sum(dim=-1, keepdim=True)
 # ```
 #
-# A shift by m divides each $e^{score}$ by $e^m$, and so their sum: the shares
-# stay.
+# A shift by m divides each $e^{score}$ by $e^m$, and their sum as well, so the
+# shares stay the same.
 #
 # </details>
 
@@ -2026,12 +2028,13 @@ def attend_or_not(Q, K, V, mask): ...
 
 # %% [markdown]
 # **Keys that pass by** (an hour). One query, and keys and values that come
-# block by block, as if from a disk: some n of each in a block, and E numbers
-# in a value. When a block comes, those before it are gone. The cell keeps them
-# all; do it with one block and a few sums at a time. (Only the result is
-# judged. That no block is kept, you must check yourself.) Scores may be large.
-# Fast attention for GPUs rests on this trick (Milakov and Gimelshein, 2018):
-# it never has the whole table of weights (Dao et al., 2022).
+# block by block, as if from a disk: n of each in a block (n varies from block
+# to block), and E numbers in each value. When a block comes, those before it
+# are gone. The cell keeps them all; do it with one block and a few sums at a
+# time. (Only the result is judged. That no block is kept, you must check
+# yourself.) Scores may be large. Fast attention for GPUs rests on this trick
+# (Milakov and Gimelshein, 2018): it never has the whole table of weights (Dao
+# et al., 2022).
 
 
 # %%
@@ -2323,11 +2326,11 @@ def heads_cost_what_one_costs(n=64, counts=(1, 2, 4, 8, 16), full_width=False):
 # hand: each finds one mark, and copies.
 #
 # One head of twice the width can't do it, however it is trained. The keys of
-# the two places are always the same, so their weights are, too: at best w and
-# 1 − w. The head's output is then a matrix times w·a + (1 − w)·b. These are m
-# numbers, and the 2m numbers of a and b can't all be made from them: at least
-# half of their variance is missed. (If both marks are at one place, one head
-# is enough.)
+# the two places do not change from draw to draw, so neither do their weights:
+# at best w and 1 − w. The head's output is then a matrix times w·a + (1 −
+# w)·b. That sum has only m numbers, and the 2m numbers of a and b can't all be
+# recovered from it: at least half of their variance is missed. (If both marks
+# are at one place, one head is enough.)
 
 
 # %% tags=["claim"]
@@ -2408,10 +2411,10 @@ def attention_ignores_order():
 # ##### Exercises
 #
 # **The sum of the heads** (a line). Nothing in the formula of multi-head
-# attention says so, but joining the heads and multiplying with W_O is a
-# *sum*: each head is multiplied with K rows of W_O that are its own, and the
-# results are added. The cell does that head by head. Do it without a loop.
-# (W_O is the paper's here: a row x becomes x W_O.)
+# attention says so, but joining the heads and multiplying with W_O is a *sum*:
+# each head is multiplied by its own K rows of W_O, and the results are added.
+# The cell does that head by head. Do it without a loop. (W_O is the paper's
+# here: a row x becomes x W_O.)
 
 
 # %%
@@ -2493,15 +2496,15 @@ def sum_of_heads(heads, W_O): ...
 # | cross-attention | target | memory | **source** padding |
 #
 # **Asked often:** which mask does cross-attention take? The source's: a mask
-# belongs to the keys, and the keys of cross-attention are the memory. No
-# future is hidden in it, for the whole source is there from the start.
+# belongs to the keys, and the keys of cross-attention are the memory. It hides
+# no future, for the whole source is there from the start.
 #
-# Two reasons can forbid a look. The first is *padding*. It is not text, and
-# nobody may look at it, so its **columns** are masked. The rows of padding
-# need no mask: what a padded position computes is never looked at and never
-# enters the loss. (*Fills a gap in the paper*, which only speaks of the
-# future. The published code masks the source's padding, but not the target's,
-# which lies in the future of every real word. We mask both.)
+# There are two reasons to forbid a look. The first is *padding*. It is not
+# text, and no position may look at it, so its **columns** are masked. The rows
+# of padding need no mask: what a padded position computes is never looked at
+# and never enters the loss. (*Fills a gap in the paper*, which only speaks of
+# the future. The published code masks the source's padding, but not the
+# target's, which lies in the future of every real word. We mask both.)
 #
 # The second is the *future*, which does not exist yet when the model writes. A
 # position may look at itself and at those before it. The mask that sees to
@@ -2912,8 +2915,8 @@ def units_in_loops(x, W_1, b_1, W_2):
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# A vector that is stretched a-fold is a times as long (a ≥ 0). So the length
-# of each column is needed once, not at every position.
+# A vector that is multiplied by c ≥ 0 is c times as long. So the length of
+# each column is needed once, not at every position.
 #
 # </details>
 
@@ -2968,8 +2971,8 @@ def loudness(x, W_1, b_1, W_2): ...
 # word is the dot product of the vector with that word's row. Where source and
 # target share a vocabulary, the paper uses **one** matrix for all three (as
 # Press and Wolf, 2017, advise): source embedding, target embedding and output.
-# Not three that start equal, but one object, so that it is trained from three
-# sides. One says that the three are *tied*.
+# They are not three matrices that start equal, but one object, which is
+# trained from three sides. The three are said to be *tied*.
 #
 # **Asked often:** are the source, target and output embeddings really one
 # matrix? Yes, in the paper and here, and it needs one vocabulary for both
@@ -3066,7 +3069,7 @@ def embeddings_times_the_root(d_model=512, way_back=False):
 # #### Exercises
 #
 # **What the words learn** (two lines). `grad` says for each position how the
-# loss changes with the vector that the embedding gave there. Wanted is the
+# loss changes with the vector that the embedding gave there. We want the
 # gradient of the whole table, a row for each word of the vocabulary. Find it
 # without autograd. A word may stand at several places, or at none.
 
@@ -3085,8 +3088,9 @@ def words_learn_in_loops(tokens, grad, vocab):
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# To look up a row is to multiply the table with a vector that is 1 at one
-# word and 0 elsewhere (`F.one_hot`). Going back, multiply with its transpose.
+# To look up a row is to multiply a vector that is 1 at one word and 0
+# elsewhere (`F.one_hot`) by the table. Going back, multiply by the transpose
+# of these vectors, stacked as rows.
 #
 # </details>
 
@@ -3197,10 +3201,10 @@ def encoding_by_hand():
 
 
 # %% [markdown]
-# The module computes the table once and grows it when a longer sentence comes,
-# so there is no longest sentence. The table is not learned, but must go along
-# to another device. `register_buffer` sees to that, and with
-# `persistent=False` the table is not saved with the model.
+# The module computes the table once and extends it when a longer sentence
+# comes, so there is no limit on length. The table is not learned, but must
+# move with the model to another device. `register_buffer` sees to that, and
+# with `persistent=False` the table is not saved with the model.
 
 
 # %%
@@ -3329,8 +3333,8 @@ def shifting_is_linear():
 
 
 # %% [markdown]
-# And that *some* matrix does it need not be taken from the formula. Given
-# the table alone, least squares finds it. (With sines only, of twice as many
+# That *some* matrix does it can be seen without the formula: given the table
+# alone, least squares finds one. (With sines only, of twice as many
 # wavelengths, there is none: a clock needs both coordinates of its hand.)
 
 
@@ -3357,12 +3361,13 @@ def shift_found_by_least_squares(offsets=(1, 7, 50), d_model=64, cosines=True):
 
 
 # %% [markdown]
-# What the paper hoped to win by it: that heads easily learn to look k places
-# back, wherever they stand. Whether it is easily *learned* is not tried here,
-# but one matrix is enough: it makes the query, and the keys are the encodings
-# as they are. (For 400 random vectors of one length, least squares finds no
-# such matrix. One that is trained for them can be right, but for these places
-# only; that of the sinusoids is right for places it has never seen.)
+# What the paper hoped to gain from it is that heads easily learn to look k
+# places back, from any position. Whether it is easily *learned* is not tried
+# here, but one matrix is enough: it makes the query, and the keys are the
+# encodings as they are. (For 400 random vectors of one length, least squares
+# finds no such matrix. One that is trained for them can be right, but for
+# these places only; that of the sinusoids is right for places it has never
+# seen.)
 
 
 # %% tags=["claim"]
@@ -3390,8 +3395,8 @@ def one_matrix_looks_back(offsets=(1, 7, 50), places=400, random=False):
 
 # %% [markdown]
 # The wavelengths, read off the table: the hand's angle at position 1 is 2π
-# divided by the wavelength. From each to the next they grow by one factor.
-# (Not so if the frequencies were spaced evenly.)
+# divided by the wavelength. Each is longer than the one before by the same
+# factor. (Not so if the frequencies were spaced evenly.)
 
 
 # %% tags=["claim"]
@@ -3532,9 +3537,10 @@ def likeness(p, q, d_model): ...
 # **Positions that turn** (an hour). Many later models add no encoding. They
 # *turn* queries and keys instead (Su et al., 2021): a pair of dimensions is a
 # point in the plane, and pair i at position *pos* is turned by the angle
-# $pos/10000^{2i/K}$. Then of the two positions only their difference enters
-# q·k. Write it without a loop. Which dimensions make a pair is for you to
-# choose: no numbers are compared, but what any such turn must do is tried.
+# $pos/10000^{2i/K}$. Then q·k depends on the two positions only through their
+# difference. Write it without a loop. Which dimensions make a pair is for you
+# to choose: your numbers are not compared with the cell's, but what any such
+# turn must do is tried.
 
 
 # %%
@@ -3991,8 +3997,8 @@ def without_positions_order_is_lost():
 # ### Figure 1, examined
 #
 # *You may pass over this section.* Four claims about the whole, now that it
-# stands. "Identical", says Section 3.1 of its six layers. It is their forms
-# that are, and not their numbers, which differ from the start:
+# stands. "Identical", says Section 3.1 of its six layers. Their forms are, but
+# not their numbers, which differ from the start:
 
 
 # %% tags=["claim"]
@@ -4118,8 +4124,8 @@ def order_comes_from_positions(words=7, positions=False):
 #
 # *You may pass over this section: it examines what is said of Sections 1, 2
 # and 4 in* Why: what came before. All three kinds of layer fit into a cell.
-# Each takes n positions of width d, and gives as many. (Attention stands here
-# without its four matrices, the projections, as Table 1 counts it, unless they
+# Each takes n positions of width d, and gives as many. (As in Table 1,
+# attention has none of its four matrices here, the projections, unless they
 # are given.)
 
 
@@ -4150,9 +4156,9 @@ def convolving(x, kernel, gap=1, groups=1):
 
 
 # %% [markdown]
-# And two instruments more. `turns` walks back through what led to a result,
-# and finds the longest chain of products that had to wait for one another.
-# `growth` fits an exponent: cost grows as size to the power of it.
+# Two more instruments. `turns` walks back through what led to a result, and
+# finds the longest chain of products, each of which had to wait for the one
+# before. `growth` fits an exponent p: cost grows as size to the power p.
 # (`multiplications` and `depends` are those of Section 3.2.)
 
 
@@ -4328,9 +4334,9 @@ def operations_of_table_1(projections=False):
 
 
 # %% [markdown]
-# Then the steps that must follow one another. Mind the small print: this is
-# so in training, and when a text is read. A model that *writes* takes turns,
-# whatever its layers are.
+# Then the steps that must follow one another. Mind the small print: this is so
+# in training, and when a text is read. A model that *writes* must take one
+# turn after another, whatever its layers are.
 
 
 # %% tags=["claim"]
@@ -4394,10 +4400,10 @@ def paths_of_table_1(lengths=(9, 27, 81), k=3, dilated=True):
 
 
 # %% [markdown]
-# So one convolution does not relate all positions, and a stack must. How high
-# must it be, for several widths? Without gaps we expect between n/k and 2n/k
-# layers; dilated, as many as it takes until k to the power of the layers
-# reaches n. (In a sentence of no more than k words, one layer is enough.)
+# So one convolution does not relate all positions; it takes a stack. How high
+# must the stack be, for several widths? Without gaps we expect between n/k and
+# 2n/k layers; with gaps, just enough for k to the power of their number to
+# reach n. (In a sentence of no more than k words, one layer is enough.)
 
 
 # %% tags=["claim"]
@@ -4476,11 +4482,11 @@ def neighbours_cost_less(masked=False):
 
 
 # %% [markdown]
-# Where is attention the cheaper one? For n < d, says the paper. That is so
-# for what Table 1 counts. Four projections cost 4·n·d², which is more than
-# the whole of the simplest recurrent layer, at any length. (But hardly anyone
-# used the simplest one: an LSTM, the usual kind, has four such steps, each as
-# dear.)
+# When does attention cost less than a recurrent layer? For n < d, says the
+# paper. That is so for what Table 1 counts. Four projections cost 4·n·d²,
+# which is more than the whole of the simplest recurrent layer, at any length.
+# (But hardly anyone used the simplest one: an LSTM, the usual kind, has four
+# such steps, each as dear.)
 
 
 # %% tags=["claim"]
@@ -4654,12 +4660,12 @@ def shorter_paths_are_easier(near=3, far=32, seeds=1, updates=100):
 # %% [markdown]
 # ### Post-norm against pre-norm, measured
 #
-# Why does it matter where the norm goes? Look at the gradient of W_1 in an
-# untrained model, one value for each layer of the decoder: how large it is,
-# the root of the sum of all its squares. (That, too, is called a *norm*.)
-# Xiong et al. (2020) found that post-norm gives the layers near the output
-# much larger gradients than the others. So, they say, it needs warm-up
-# (Section 5.3), and pre-norm does not.
+# Why does it matter where the norm goes? Look at the size of W_1's gradient in
+# each decoder layer of an untrained model: the root of the sum of the squares
+# of its entries. (That, too, is called a *norm*.) Xiong et al. (2020) found
+# that post-norm gives the layers near the output much larger gradients than
+# the others. So, they say, it needs warm-up (Section 5.3), and pre-norm does
+# not.
 
 
 # %%
@@ -4701,13 +4707,13 @@ def gradients_of_both_orders():
 # %% [markdown]
 # **What to notice.** With post-norm the last layer's gradient of W_1 is many
 # times the first's (how many depends much on the seed); with pre-norm the
-# largest is about twice the smallest, or less. (Most other matrices do alike;
-# W_Q and W_K of self-attention do not.) So, say Xiong et al., a large first
-# step would ruin the last layers of a post-norm stack, and its rate must start
-# small. With Adam (Section 5.3) that can't be all, for it divides by the
-# gradient's size. Liu et al. (2020) blame something else: post-norm leans more
-# on what its sub-layers add, so that a small change of their weights changes
-# the output much.
+# largest is about twice the smallest, or less. (Most other matrices behave in
+# the same way; W_Q and W_K of self-attention do not.) So, say Xiong et al., a
+# large first step would ruin the last layers of a post-norm stack, and the
+# learning rate must start small. That can't be the whole reason, for Adam
+# (Section 5.3) divides by the gradient's size. Liu et al. (2020) blame
+# something else: post-norm leans more on what its sub-layers add, so that a
+# small change of their weights changes the output much.
 
 # %% [markdown]
 # ### Exercises
@@ -5032,21 +5038,20 @@ class TurningAttention(MultiHeadAttention):
 # What is a token? If it is a whole word, the list is endless, and each new
 # text brings words that are not on it. If it is a letter, hardly anything is
 # unknown, but sentences get five times as long, and attention costs the square
-# of that. The paper takes a way between the two: its tokens are *pieces* of
-# words, found by **byte-pair encoding** (BPE; Sennrich et al., 2016). For
-# English and German it had 4.5 million pairs of sentences (WMT 2014), and
-# about 37,000 pieces for both languages. For English and French it had 36
-# million pairs, and 32,000 pieces, found by a similar method, WordPiece (Wu et
-# al., 2016).
+# of that. The paper takes a middle way: its tokens are *pieces* of words,
+# found by **byte-pair encoding** (BPE; Sennrich et al., 2016). For English and
+# German it had 4.5 million pairs of sentences (WMT 2014), and about 37,000
+# pieces for both languages. For English and French it had 36 million pairs,
+# and 32,000 pieces, found by a similar method, WordPiece (Wu et al., 2016).
 #
 # The recipe has three steps. Begin with letters. Count which two neighbours
 # within a word stand together most often in the training text (for that, how
 # often each word occurs is all one needs to know), join them into one new
 # piece, and note the *merge*. Repeat until there are as many pieces as you
 # want. Frequent words end up whole, rare ones as a few pieces, and a word
-# never seen before falls into parts that have been. A mark `▁` before each
-# word, as in SentencePiece (Kudo and Richardson, 2018), remembers where the
-# spaces were. (Sennrich et al. mark the end of a word.)
+# never seen before falls apart into pieces that have been seen. A mark `▁`
+# before each word, as in SentencePiece (Kudo and Richardson, 2018), remembers
+# where the spaces were. (Sennrich et al. mark the end of a word.)
 
 
 # %%
@@ -5164,7 +5169,7 @@ def pieces_give_the_word_back():
 # it begins with `<s>` and lacks `</s>`. Its **labels** are the target itself,
 # ending with `</s>`. So at each place the decoder has read what came before
 # and is asked what comes next. All T questions are asked at once; the causal
-# mask keeps the answers hidden. That the decoder reads the right words, and
+# mask keeps the answers hidden. Letting the decoder read the right words, and
 # not those it would have written itself, is called *teacher forcing*. *Fills a
 # gap in the paper*, which says neither how a source ends nor what the decoder
 # reads first. `</s>` shows the encoder that the source is whole. And our
@@ -5268,8 +5273,9 @@ def token_batches(widths, max_tokens, generator=None):
 
 
 # %% [markdown]
-# How much does it save? We draw 10,000 lengths like those of photo
-# captions (13 words, give or take 4) and count real tokens among all.
+# How much does it save? We draw 10,000 lengths like those of photo captions
+# (13 words, give or take 4) and see what share of all places holds a real
+# token.
 
 
 # %%
@@ -5290,11 +5296,11 @@ def padding_waste():
 
 
 # %% [markdown]
-# Tried with our batches, on random pairs, longer than captions. The budget is
-# 25,000 places a side (the paper has 25,000 tokens), and the padding of both
-# sides is counted. Similar lengths must save nine tenths of the padding that
-# batches at random would have, and the batches must hold 25,000 real tokens a
-# side in the mean, give or take 15%.
+# We try this with our batches, on random pairs that are longer than captions.
+# The budget is 25,000 places a side (the paper has 25,000 tokens), and the
+# padding of both sides is counted. Similar lengths must save at least nine
+# tenths of the padding that random batches would have, and the batches must
+# hold 25,000 real tokens a side on average, give or take 15%.
 
 
 # %% tags=["claim"]
@@ -5673,11 +5679,11 @@ def table_2_counts_operations(busy=1.0):
 
 
 # %% [markdown]
-# So Table 2 says for how long the GPUs were taken, not what the model needs:
-# they seem to have made less than half of the 9.5 · 10¹² a second.
-# (`busy=0.35` tries that.) Larger batches alone would not explain it. They
-# would have to hold 87,000 tokens for base and 59,000 for big, where the paper
-# has 25,000.
+# So Table 2 says how long the GPUs were in use, not how many operations the
+# model needs: they seem to have done less than half of the 9.5 · 10¹² a
+# second. (`busy=0.35` tries that.) Larger batches alone would not explain it.
+# They would have to hold 87,000 tokens for base and 59,000 for big, where the
+# paper has 25,000.
 
 # %% [markdown]
 # ### 5.3 Optimizer
@@ -5712,8 +5718,8 @@ def learning_rate(n, d_model=512, warmup=4000, factor=1.0):
 
 
 # %% [markdown]
-# The optimizer is PyTorch's. It starts with rate 0; the training loop sets it
-# before each update.
+# The optimizer is PyTorch's. Its rate starts at 0; the training loop sets the
+# rate before each update.
 
 
 # %%
@@ -5842,8 +5848,8 @@ def learning_rate_curves():
 #
 # **Asked often:** why warm up, and how to set it for small batches? The paper
 # does not say why. Post-norm is easily upset at the start (*Post-norm against
-# pre-norm, measured*), and Adam's running mean of squares has seen too few
-# gradients to be divided by safely, says another Liu et al. (2020b). (But
+# pre-norm, measured*), and Adam's running mean of squares has at first seen
+# too few gradients to be a safe divisor, according to Liu et al. (2020b). (But
 # Xiong et al., 2020, saw plain gradient descent need a warm-up as well.) So
 # the first steps had better be small. A smaller batch has a noisier gradient,
 # and the same model then bears only a lower peak. A smaller model bears a
@@ -5917,9 +5923,9 @@ def warmup_for(peak, d_model): ...
 # **Adam** (fifteen minutes). Make some updates of a vector of weights without
 # `torch.optim`. Begin with m = v = 0. At update n, m becomes β₁m + (1 − β₁)g
 # and v becomes β₂v + (1 − β₂)g². Beginning at 0, both are too small for a
-# while, so they are *corrected*: divided by 1 − β₁ⁿ and 1 − β₂ⁿ. From the
-# weights is subtracted: the rate, times the corrected m, divided by the sum of
-# ε and the root of the corrected v. (β₁ and β₂ are the paper's.)
+# while, so they are *corrected*: divided by 1 − β₁ⁿ and 1 − β₂ⁿ. What is
+# subtracted from the weights is the rate times the corrected m, divided by the
+# sum of ε and the root of the corrected v. (β₁ and β₂ are the paper's.)
 
 
 # %%
@@ -6027,10 +6033,10 @@ def evaluation_is_deterministic():
 
 
 # %% [markdown]
-# In training about the share p of the numbers becomes 0, other numbers each
-# time, and the rest is divided by 1 − p, so that the mean stays. There must be
-# no pattern in it, so every second row and every eighth column must keep the
-# mean, too:
+# In training about a share p of the numbers becomes 0, different ones each
+# time, and the rest are divided by 1 − p, so that the mean stays the same.
+# There must be no pattern in it, so every second row and every eighth column
+# must keep the mean, too:
 
 
 # %%
@@ -6052,10 +6058,10 @@ def what_dropout_keeps_grows():
 
 
 # %% [markdown]
-# Where it falls, counted: once for each sub-layer, and once for each stack's
-# sum of embedding and position. (Attention weights would be a third kind; of
-# those Section 5.4 does not speak.) Then those that were counted are switched
-# off, and two passes must be equal: nothing else is left to chance.
+# We count where it falls: once for each sub-layer, and once for each stack's
+# sum of embedding and position. (Attention weights would be a third place;
+# Section 5.4 does not mention them.) Then those that were counted are switched
+# off, and two passes must be equal: nothing else may be left to chance.
 
 
 # %% tags=["claim"]
@@ -6202,14 +6208,14 @@ def loss_against_confidence(vocab=100):
 
 # %% [markdown]
 # **What to notice.** With ε = 0.1 (and V = 100 here) the loss is least where p
-# = 0.901, the target itself, 0.9 + 0.1/100, and is never 0. For this reason we
-# never report a smoothed loss as perplexity (e to the mean loss: among how
-# many words the model hesitates). The paper reports an exchange: perplexity
-# gets worse, for the model holds some probability back on purpose; but more
-# words are right, and so is more of the translation, by BLEU (*How good is it?
-# BLEU*, below): in its Table 3 base has perplexity 4.92 and BLEU 25.8, without
-# smoothing 4.67 and 25.3. Section 6.2 tries that on a small language. The same
-# loss from torch:
+# is the target itself, 0.9 + 0.1/100 = 0.901, and even there it is not 0. For
+# this reason we never report a smoothed loss as perplexity (e to the mean
+# loss: the number of words between which the model is, in effect, undecided).
+# The paper reports a trade-off: perplexity gets worse, for the model holds
+# some probability back on purpose; but more words are right, and the
+# translation scores higher in BLEU (*How good is it? BLEU*, below): in its
+# Table 3 base has perplexity 4.92 and BLEU 25.8, without smoothing 4.67 and
+# 25.3. Section 6.2 tries that on a small language. The same loss from torch:
 
 
 # %%
@@ -6408,11 +6414,11 @@ def gradient_at_logits(logits, labels): ...
 # liebt Otto*, German for *Anna loves Otto*. The model is this book's
 # `Transformer` with D = 4, two heads, one layer in each stack and F = 3. Its
 # weights are −1, 0 and 1, so that you can do it all again with a pencil;
-# biases are 0 and gains are 1. They were not trained, but found by trying out,
-# and few as they are, they translate: *Otto liebt Anna* as well. With most
-# steps, at least one number is worked by hand. What is printed is rounded
-# (0.000 is small, 0 is nothing), but the model goes on with all digits, so
-# your last one may differ.
+# biases are 0 and gains are 1. They were not trained, but found by trial and
+# error, and few as they are, they translate this sentence, and *Otto liebt
+# Anna* as well. With most steps, at least one number is worked by hand. What
+# is printed is rounded (0.000 is small, 0 is nothing), but the model goes on
+# with all digits, so your last one may differ.
 #
 # The folded cell has the weights as the paper writes them (a row times the
 # matrix), $W^Q$, $W^K$, $W^V$ and $W^O$ of an attention side by side.
@@ -6924,7 +6930,7 @@ def gradient_by_hand_is_autograds():
 
 
 # %% [markdown]
-# And the whole way to the loss once more as on paper, which is to say with
+# And we go the whole way to the loss once more as one would on paper, with
 # nothing but lists and numbers, and none of the book's classes.
 
 # %% tags=["plumbing"]
@@ -7090,8 +7096,8 @@ class Recipe:
 # once, several smaller batches are run one after the other, their gradients
 # are added up, and then one update is made. For this *accumulation* to give
 # the gradient of the large batch, each part must be divided by the number of
-# tokens in *all* parts. Dividing each by its own number, or not at all, are
-# both common, and wrong.
+# tokens in *all* parts. Dividing each by its own number and not dividing at
+# all are both common, and both wrong.
 #
 # `smoothed_loss` gives rows of padding no loss, so they can stay in.
 
@@ -7111,8 +7117,8 @@ def backward(model, batch, tokens, smoothing):
 # %% [markdown]
 # Padding and accumulation must not be visible in the result. One check covers
 # both: the gradient of a large batch, against parts with different amounts of
-# padding. (It divides by the right number itself. That the loop below does so,
-# too, is seen by a check in *A gallery of bugs*.)
+# padding. (It divides by the right number itself. A check in *A gallery of
+# bugs* makes sure that the loop below does so, too.)
 
 
 # %%
@@ -7600,11 +7606,11 @@ class Cache:
 # what `scores.topk(k)` gives, and `close_ranks(stay)` says which sentences
 # stay, as `stay.nonzero()` would, but in another order.
 #
-# A processor finds the largest of many numbers several times sooner than its
-# place, because it can compare many at once. So `top` finds the largest of
-# each block of 64, and looks only into the best blocks. And where sentences
-# have ended, the last of those that stay move into the holes, so that few need
-# be moved.
+# A processor finds the largest of many numbers several times faster than the
+# place of that number, because it can compare many at once. So `top` finds the
+# largest of each block of 64, and looks only into the best blocks. And where
+# sentences have ended, the last of those that stay move into the holes, so
+# that few need be moved.
 
 
 # %% tags=["plumbing"]
@@ -7779,9 +7785,9 @@ def work_of_writing():
 # **What to notice.** One curve bends up, the other is a straight line near the
 # bottom. At 60 words the one needs 27 times as many operations as the other,
 # and the factor grows with the length. In seconds the gain is smaller, for
-# small products take longer than their operations say: of texts that are
-# written 32 at a time, those of 12 words are done in half the time on two
-# cores of a newer EPYC, those of 50 words in a fifth, those of 100 in an
+# small products take longer than their number of operations suggests: of texts
+# that are written 32 at a time, those of 12 words are done in half the time on
+# two cores of a newer EPYC, those of 50 words in a fifth, those of 100 in an
 # eighth (`benchmarks/README.md` has the source).
 
 # %% [markdown]
@@ -7875,9 +7881,9 @@ nucleus_in_loops.judged_by(
 # ```
 #
 # Now replace `argmax` in `greedy_plain` by a draw from the nucleus of each row
-# (one made for a single row needs `torch.stack([nucleus(row, p) for row in
-# logits])`; `torch.multinomial` draws one word of each) and see what the model
-# says when it is not asked for the likeliest.
+# (a function made for a single row needs `torch.stack([nucleus(row, p) for row
+# in logits])`; `torch.multinomial` draws one word of each) and see what the
+# model says when it is not asked for the likeliest.
 #
 # </details>
 
@@ -7969,9 +7975,9 @@ def attention_of_all_places(Q, K, V): ...
 # Now it all comes together. The training set is 40,000 random sequences of 3
 # to 10 digits; 1,000 others are for *validation*, to see during training how
 # good the model is, and 1,000 are held out for the last test. No sequence is
-# in two of the sets. (Of three digits there are only 1,000 sequences, most of
-# them soon drawn. The test is drawn first, so there they are one in eight, and
-# one in fifty in the training set.)
+# in two of the sets. (There are only 1,000 sequences of three digits, and most
+# of them are soon drawn. The test set is drawn first, so they make up one in
+# eight of it, but only one in fifty of the training set.)
 #
 # One layer in each stack, of width 64, is enough: to copy, each place need
 # look at one other place only. Every 25 updates the model copies the first
@@ -8038,8 +8044,8 @@ def train_copy(seed=0, device="cpu"):
 
 
 # %% [markdown]
-# The seed fixes all random choices. On another processor or another version
-# of PyTorch the last digits may differ, and so the number of updates.
+# The seed fixes all random choices. On another processor or another version of
+# PyTorch the last digits may differ, and so may the number of updates.
 
 
 # %%
@@ -8143,11 +8149,11 @@ def learned_positions_do_as_well(other="learned", seeds=1, updates=400):
 
 
 # %% [markdown]
-# The second is the reason that the paper gives for its choice: sinusoids
-# "may" carry over to sequences longer than any in training. The model above
-# saw 3 to 10 digits. We give it 200 sequences of each length, and call it
-# carried over if more than 90 of 100 are still right at 12. (At 10, they are.
-# At 11 many are, where learned positions fail at once.)
+# The second is the reason that the paper gives for its choice: sinusoids "may"
+# carry over to sequences longer than any in training. The model above saw 3 to
+# 10 digits. We give it 200 sequences of each length, and say that sinusoids
+# carry over if more than 90 of 100 are still right at 12. (At 10, they are. At
+# 11 many are, whereas learned positions fail at once.)
 
 
 # %% tags=["claim"]
@@ -8194,14 +8200,14 @@ def sinusoids_extrapolate(lengths=(10, 11, 12), seeds=1, updates=400):
 # ## Making it fast
 #
 # *You may pass over this chapter, but run its cells: nothing later depends on
-# how this is done. It goes on with* A real example: German to English.
+# how this is done. The book goes on with* A real example: German to English.
 #
 # What stands above is the model as one would explain it. This chapter makes it
-# fast on the machine at hand, and checks that it computes the same, but for
-# rounding, and for dropout, which draws other numbers and rounds its rate. The
-# weights stay where they are, so a model can be trained in one form and used
-# in the other. (So small a model as that of the copy task gains nothing by it,
-# and is left as it is.)
+# fast on the machine at hand, and checks that it still computes the same. Only
+# rounding differs, and dropout, which draws other random numbers and rounds
+# its rate. The weights stay where they are, so a model can be trained in one
+# form and used in the other. (So small a model as that of the copy task gains
+# nothing by it, and is left as it is.)
 #
 # ### What the machine can do
 #
@@ -8308,9 +8314,10 @@ def loss_and_gradients(
 # %% [markdown]
 # `backward_in_slices` runs the model up to the states, takes the loss and its
 # gradient from above, and lets autograd go on from there. The matrix of words
-# gets a gradient twice, from the logits here and as an embedding from
-# autograd, which comes last and so leaves the gradients whole. (With several
-# processes this order matters: then autograd also sends each gradient off.)
+# gets a gradient twice: from the logits here, and, as an embedding, from
+# autograd. Autograd comes last, so when it is done the gradients are whole.
+# (With several processes this order matters: then autograd also sends each
+# gradient off.)
 #
 # On a GPU two things differ. It works on thousands of rows at once, so the
 # slices are large. And padding stays in: to leave it out, one must know how
@@ -8397,17 +8404,17 @@ def dropout_keeps_the_mean():
 
 # %% [markdown]
 # **Products by oneDNN.** Nearly all of an update's arithmetic is products of
-# matrices. On Intel's and AMD's processors PyTorch brings two libraries for
-# them along: numbers of 32 bits go to MKL, which is Intel's, those of 16 bits
-# to oneDNN, which can multiply both. On two cores of a newer AMD EPYC, with 32
-# bits, MKL makes 219 · 10⁹ operations a second, and oneDNN 488 (sources:
-# `benchmarks/README.md`). It seems that MKL leaves the widest instructions of
-# another maker's processor, AVX-512, unused. So we ask oneDNN ourselves, for
-# products with weights and for the loss (attention's own two stay where they
-# are). Nothing is rounded more than before, only in another order. A gradient,
-# too, is a product: if g is the gradient at the result, that at the input is
-# gW, and that at the weight gᵀx. And as oneDNN is asked for abᵀ here, the
-# transposed matrices are handed over.
+# matrices. For Intel's and AMD's processors PyTorch comes with two libraries
+# for them. Numbers of 32 bits go to MKL, which is Intel's, and those of 16
+# bits to oneDNN, which can multiply both. On two cores of a newer AMD EPYC,
+# with 32 bits, MKL makes 219 · 10⁹ operations a second, and oneDNN 488
+# (sources: `benchmarks/README.md`). It seems that MKL leaves the widest
+# instructions of another maker's processor, AVX-512, unused. So we ask oneDNN
+# ourselves, for products with weights and for the loss (attention's own two
+# stay where they are). Nothing is rounded more than before; only the order of
+# the sums differs. A gradient, too, is a product: if g is the gradient at the
+# result, that at the input is gW, and that at the weight gᵀx. And as oneDNN is
+# asked for abᵀ here, the transposed matrices are handed over.
 
 
 # %%
@@ -8448,10 +8455,10 @@ def two_libraries():
 
 
 # %% [markdown]
-# As a linear map that learns. A `torch.autograd.Function` has a way back of
-# its own: `forward` computes, and leaves in `ctx` what `backward` will need;
-# `backward` gets the gradient at the result and returns one for each input.
-# One calls it by `apply`.
+# Now we make this a linear map that learns. A `torch.autograd.Function` has a
+# backward pass of its own: `forward` computes, and leaves in `ctx` what
+# `backward` will need; `backward` gets the gradient at the result and returns
+# one for each input. One calls it by `apply`.
 
 
 # %%
@@ -8700,12 +8707,13 @@ def half_pays(device):
 # **One product for queries, keys and values**, and one for keys and values of
 # the memory: fewer and larger products. And attention by torch's own function,
 # which we have shown to be equal, and which need not keep the weights of all
-# heads for the backward pass. (On a processor it keeps them all the same where
-# attention weights are dropped, `attention_dropout`.) But it is made for long
-# texts. A batch of captions has some hundred short ones, each with some heads,
-# and it takes them one by one. The formula of Section 3.2.1 hands all of them
-# to a library, MKL, in one call. Up to some 24 places that is sooner, and the
-# weights that it keeps are few: 24 or fewer numbers for a query of 32 or 64.
+# heads for the backward pass. (On a processor it does keep them where
+# attention weights are dropped, `attention_dropout`.) But torch's function is
+# made for long texts. A batch of captions has a hundred short ones or more,
+# each with several heads, and the function takes them one by one. The formula
+# of Section 3.2.1 hands all of them to a library, MKL, in one call. Up to some
+# 24 places that is faster, and it keeps few weights: 24 numbers or fewer for
+# each query, which itself has 32 or 64.
 
 
 # %%
@@ -9128,9 +9136,9 @@ def memory_of_an_update():
 # memory: each reads its input, does little with it, and writes the result, for
 # the next to read. `torch.compile` watches the model run and writes one
 # function for the machine itself, a *kernel*, for several of them, which reads
-# and writes once. In `slice_of_loss` the target is taken away at single
-# places, which interrupts such a row of operations. So the compiler gets the
-# loss of a slice once more, as one would write it down:
+# and writes once. In `slice_of_loss` the target is subtracted at single
+# places, and this interrupts such a sequence of operations. So for the
+# compiler we write the loss of a slice once more, straight from the formula:
 
 
 # %%
@@ -9148,7 +9156,7 @@ def plain_slice_of_loss(x, y, weight, tokens, smoothing):
 
 
 # %% [markdown]
-# Both must give the same, and of padding nothing:
+# Both must give the same results, and padding must get no gradient:
 
 
 # %%
@@ -9192,22 +9200,22 @@ def compiled_gradient(model, half=False, dynamic=True):
 # What the compiler can't follow, it leaves to Python: a *graph break*. Nothing
 # fails, but the program falls into pieces, between which all is as slow as
 # before. So ask: `torch._dynamo.explain(model.states)(src, tgt)` tells how
-# many pieces there are, and why. In this book a function that was kept as an
-# attribute of a class, where there is a method now, broke it at every
-# attention under PyTorch 2.11, though not under 2.13. Since then a test counts
-# the pieces: there must be one.
+# many pieces there are, and why. In this book, a function was once kept as an
+# attribute of a class, where there is a method now. It broke the program at
+# every attention under PyTorch 2.11, though not under 2.13. Since then a test
+# counts the pieces: there must be one.
 
 
 # %% [markdown]
 # **A kernel of our own.** On a GPU, too, what need not travel to memory should
 # not. torch's attention for GPUs is made for long texts, and works in blocks
 # of many places. A caption has some fifteen. All weights of one head over one
-# caption find room in *registers*, where the *threads* that a GPU lets work
-# together keep the numbers at hand. So there can be a kernel that reads
-# queries, keys and values once, writes the heads once, and leaves nothing new
-# in memory for the way back, which reads the same once more and computes the
-# weights again. It reads the joint product of queries, keys and values as it
-# lies, without a copy for each head.
+# caption fit into *registers*, in which the *threads* that work together on a
+# GPU keep their numbers at hand. So there can be a kernel that reads queries,
+# keys and values once, writes the heads once, and leaves nothing new in memory
+# for the way back. The way back reads the same inputs once more, and computes
+# the weights again. It reads the joint product of queries, keys and values as
+# it lies, without a copy for each head.
 #
 # *Triton*, which comes with PyTorch for NVIDIA's GPUs on Linux, makes kernels
 # from functions in a subset of Python. Many runs of such a function go side by
@@ -9373,11 +9381,12 @@ def attention_kernel_back(
 # %% [markdown]
 # Then the kernel is registered with PyTorch as an operation: how to call it,
 # of what shape the result is (`torch.compile` asks, without computing), and
-# what its gradient is. The blocks have the next power of two of rows, and at
-# least 16, as `tl.dot` wants. `kernel[(B * h,)](…)` starts B·h programs, each
-# on four *warps*, groups of 32 threads. Each pair of block sizes is compiled
-# when it first occurs, so the first updates are slower. (Triton compiles once
-# more for lengths that are multiples of 16.) What is compiled is kept on disk.
+# what its gradient is. The number of rows of a block is rounded up to a power
+# of two, and is at least 16, as `tl.dot` requires. `kernel[(B * h,)](…)`
+# starts B·h programs, each on four *warps*, groups of 32 threads. Each pair of
+# block sizes is compiled when it first occurs, so the first updates are
+# slower. (Triton compiles once more for lengths that are multiples of 16.)
+# What is compiled is kept on disk.
 
 
 # %% tags=["plumbing"]
@@ -9467,8 +9476,8 @@ short_attention.register_autograd(
 # one takes some microseconds. If the kernels are small, the GPU waits. But
 # what it is sent can be *recorded*, as a *CUDA graph*, and repeated by one
 # call. The price: nothing but the numbers may change. Each tensor keeps its
-# place and its shape, and on the way no number may be looked at. `train
-# --record` works like this (*Recorded updates, on an NVIDIA GPU*).
+# place and its shape, and the processor may not look at any number on the way.
+# `train --record` works like this (*Recorded updates, on an NVIDIA GPU*).
 
 
 # %%
@@ -9507,13 +9516,14 @@ def as_graph(work, device, pool=None):
 # updates of 25,000 places (texts of 32). The numbers are parts of the rate of
 # one large product. torch's own Transformer reaches 0.18 as it is, 0.29
 # compiled, and 0.30 compiled and recorded; ours 0.19, 0.33 and 0.39. So the
-# last form is **1.30** times as fast as torch's in the same form. (The first
-# is not surely faster: its rounds have 0.93 to 1.08.) In a trial before,
-# attention took 8.2 ms of an update by torch's function, and 1.9 by our
-# kernel. (`benchmarks/gpu.py`, commit 201e130; `benchmarks/README.md` tells
-# more. `train` has `--compile` and `--record`, but not yet both in one. The
-# kernel has changed a little since: tests compute with its present form by
-# Triton's interpreter, and compile it, but it has not run on a GPU.)
+# last form is **1.30** times as fast as torch's in the same form. (It is not
+# certain that the first is faster: its rounds range from 0.93 to 1.08 times.)
+# In a trial before, attention took 8.2 ms of an update by torch's function,
+# and 1.9 by our kernel. (`benchmarks/gpu.py`, commit 201e130;
+# `benchmarks/README.md` tells more. `train` has `--compile` and `--record`,
+# but not yet both in one. The kernel has changed a little since: tests compute
+# with its present form by Triton's interpreter, and compile it, but it has not
+# run on a GPU.)
 
 
 # %% [markdown]
@@ -9524,10 +9534,10 @@ def as_graph(work, device, pool=None):
 # `Writer` below faster than `Cache`; none changes what is computed.
 #
 # * **Weights laid out once.** Before a library multiplies, it copies the
-#   weights into the order in which the processor reads them best. Beside a
-#   thousand rows that costs little; the fewer the rows, the larger its part.
-#   oneDNN can keep the copy. It also adds the bias and the residual, or
-#   applies the ReLU, as it writes each number.
+#   weights into the order in which the processor reads them best. With a
+#   thousand rows the copy costs little; the fewer the rows, the larger its
+#   share of the time. oneDNN can keep the copy. It also adds the bias and the
+#   residual, or applies the ReLU, as it writes each number.
 # * **Products joined.** Queries, keys and values of a layer are one product;
 #   so are the keys and values that all layers take from the memory.
 # * **Small products together.** A step of attention is thousands of tiny
@@ -9836,10 +9846,10 @@ def keep_rows(kept, rows, end=None):
 
 
 # %% [markdown]
-# What the texts leave behind is kept in *slots*. Each step fills W of each
-# sentence, one for each beginning (the first step fills one). A beginning
-# may look at the slots of its ancestors, which a mask tells; so when a beam
-# is sorted, only the mask is.
+# What the texts leave behind is kept in *slots*. Each step fills W slots for
+# each sentence, one for each beginning (the first step fills one). A beginning
+# may look at the slots of its ancestors. A mask says which these are, so when
+# a beam is sorted, only the mask has to be sorted.
 
 
 # %%
@@ -10029,10 +10039,11 @@ def ways_of_writing():
 # So a machine that reads b bytes a second can't make more than b · rows / 2
 # operations a second, however fast it multiplies. With few rows this limit is
 # the lower one, with many rows the rate of products is: the *roofline* of a
-# machine (Williams et al., 2009). The cell draws it for your machine, and two
-# measured lines below it, with matrices of base's feed-forward network: one
-# that is used again and again, and so stays near the processor, and 24 in
-# turn, which are as many weights as base's decoder has.
+# machine (Williams et al., 2009). The cell draws it for your machine, together
+# with two measured lines. Both use matrices of the size in base's feed-forward
+# network: one matrix that is used again and again, and so stays near the
+# processor, and 24 in turn, which together have as many weights as base's
+# decoder.
 
 
 # %%
@@ -10188,12 +10199,12 @@ def bytes_kept(N, D, W, T, S): ...
 # ## A real example: German to English
 #
 # Copying has one rule. A language has thousands, and exceptions. Most of the
-# rest of the book translates, at two scales. The first is a small
+# rest of the book is about translation, at two scales. The first is a small
 # German-English corpus that the book generates itself, so that everything can
-# be tried within minutes and without network. The second is Multi30k: 29,000
-# English captions of photographs, each put into other languages by
-# translators. With it we train from German to English and back, and from
-# English to French.
+# be tried within minutes and without a network connection. The second is
+# Multi30k: 29,000 English captions of photographs, each put into other
+# languages by translators. With it we train from German to English and back,
+# and from English to French.
 
 # %% [markdown]
 # ### A corpus that the book generates
@@ -10243,8 +10254,8 @@ def bytes_kept(N, D, W, T, S): ...
 #
 # A noun is written as its gender (m, f, n), singular, plural and English; an
 # English plural that is more than an added *-s* follows. The gender w marks
-# the weak masculine nouns, which keep their singular for the nominative, the
-# case of the subject, alone: *der Junge*, but *den Jungen* and *dem Jungen*. A
+# the weak masculine nouns, whose singular form serves only in the nominative,
+# the case of the subject: *der Junge*, but *den Jungen* and *dem Jungen*. A
 # dash says that the noun is not counted: no plural, no *ein*. A plus sign
 # joins English words that stand for a single German one. The kind, in front,
 # says what can be done to the thing.
@@ -10398,9 +10409,9 @@ def determiner(article: str, gender: str, case: str) -> str:
 
 
 # %% [markdown]
-# From case to case the noun itself changes only if it is weak, and in the
-# dative plural, which wants an *-n* where the plural does not end in *-n* or
-# *-s*: *den Lehrern*.
+# The noun itself changes with the case only if it is weak, and in the dative
+# plural, which adds an *-n* unless the plural already ends in *-n* or *-s*:
+# *den Lehrern*.
 
 
 # %%
@@ -10667,7 +10678,7 @@ def verb_pieces(verb: Verb, tense: str, plural: bool) -> dict[str, tuple]:
 # The order of a whole sentence is a list of roles. English keeps the verb
 # together and puts place before time. German puts time before place and the
 # object after both, with the finite verb second and the rest of it last. An
-# indefinite recipient moves behind time and place, for German likes what is
+# indefinite recipient moves behind time and place, for German prefers what is
 # new to come late: *gibt dem Kind heute einen Apfel*, but *gibt heute einem
 # Kind einen Apfel*.
 #
@@ -11094,8 +11105,8 @@ def merge_letters(word, rank, dropout=0.0, draw=None):
 
 
 # %% [markdown]
-# Sentences of the corpus must be split as by the library, and so must a word
-# in which it matters from which side one begins:
+# Our function must split sentences of the corpus as the library does, and also
+# a word for which it matters from which side one begins:
 
 
 # %%
@@ -11118,17 +11129,17 @@ def sentencepiece_is_our_algorithm():
 # ### From text to text
 #
 # A translator is a model together with all that is needed to use it: the
-# vocabularies and the names of the languages. It sorts what it is given by
-# length, so that batches hold little padding, and puts the results back
-# into their order. With pieces, both vocabularies are one object.
+# vocabularies and the names of the languages. It sorts its input by length, so
+# that batches hold little padding, and puts the results back into the original
+# order. With pieces, both vocabularies are one object.
 #
 # Some things in it are explained later: `beam` in Section 6.1 (until then it
 # is 1, greedy decoding); `both` and `lowercase` in *Levers beyond the paper*
-# (a model of both directions reads a tag that names the language wanted, and
-# one of small letters reads and writes nothing else). `watch` is for a bar
-# that shows how many are translated. `Writer`, the quick cache, and `kind`,
-# the precision of its products, stand in *Making it fast*, which you may have
-# left out: nothing that is said here depends on them.
+# (a model for both directions reads a tag that names the language wanted, and
+# one of small letters reads and writes small letters only). `watch` is for a
+# bar that shows how many are translated. `Writer`, the quick cache, and
+# `kind`, the precision of its products, are explained in *Making it fast*,
+# which you may have skipped: nothing said here depends on them.
 
 
 # %%
@@ -11279,9 +11290,10 @@ def beam_room(beam):
 
 
 # %% [markdown]
-# Its vocabularies are learned from pairs of texts. Of a very large corpus,
-# half a million pairs drawn at random are enough to choose pieces by: a
-# million lines. The draw depends on nothing but their number.
+# Its vocabularies are learned from pairs of texts. From a very large corpus,
+# half a million pairs drawn at random (a million lines) are enough to learn
+# the pieces. Which pairs are drawn depends only on how many there are and how
+# many are wanted.
 
 
 # %%
@@ -11359,12 +11371,12 @@ def untrained_translator(pairs, languages, sizes, both=False, **how):
 # ### How good is it? BLEU
 #
 # BLEU (Papineni et al., 2002) asks what share of the output's *n-grams*, its
-# runs of n words, stands in a reference translation too. Four counts are
-# made, for n = 1 to 4, over all sentences together. Three things keep one
-# from cheating:
+# runs of n words, also occurs in a reference translation. Four counts are
+# made, for n = 1 to 4, over all sentences together. Three things keep one from
+# cheating:
 #
-# * An n-gram counts as often as the reference has it, not more, so that "the
-#   the the" earns one point only, if the reference has one "the".
+# * An n-gram counts at most as often as the reference has it, so "the the the"
+#   earns only one point if the reference has one "the".
 # * The four shares are multiplied, and the fourth root of the product is
 #   taken, so that the right words in the wrong order are not enough.
 # * Where the output is shorter than the reference, the result is multiplied by
@@ -11417,9 +11429,10 @@ def bleu_of_one_sentence():
 
 
 # %% [markdown]
-# **What to notice.** `the` stands three times in the output, but twice in
-# the reference, so two of them count, and of the two `in` only one. The
-# longer the run, the fewer are right: 6 words of 9, but 3 runs of four of 6.
+# **What to notice.** `the` occurs three times in the output, but only twice in
+# the reference, so two of them count; of the two `in`, only one does. The
+# longer the run, the fewer are right: 6 of 9 words, but only 3 of 6 runs of
+# four words.
 #
 # The definition is simple, its details are not: what is a word, does case
 # count? Scores of different tokenizations or letter cases cannot be compared.
@@ -11495,15 +11508,15 @@ def bleu_equals_sacrebleu():
 # test set (newstest2014: news, not captions), from English to German, after
 # training on 150 times as many pairs as the captions have, with a larger
 # model, beam search and averaged weights. Scores of different test sets cannot
-# be compared; nor can scores of one test set, if words are cut or letters
-# compared otherwise. The 28.4 itself is not sacreBLEU's: the authors' script
-# (`get_ende_bleu.sh` in their tensor2tensor) cuts words by the rules of Moses,
-# an older toolkit of translation (more of them under *Multi30k, measured*),
-# and, in output and reference alike, at their hyphens, so that
-# *Science-Fiction* counts as three. That gives up to a point more: who
-# reproduces the paper faithfully scores lower by sacreBLEU. Here is the same
-# output against the same reference, scored in five ways. (In a single short
-# sentence one hyphen weighs much.)
+# be compared; nor can scores on one test set, if words are cut or letters
+# compared in different ways. The 28.4 itself is not sacreBLEU's: the authors'
+# script (`get_ende_bleu.sh` in their tensor2tensor) cuts words by the rules of
+# Moses, an older translation toolkit (more on these rules under *Multi30k,
+# measured*), and, in output and reference alike, at hyphens, so that
+# *Science-Fiction* counts as three. That gives up to a point more, so anyone
+# who reproduces the paper faithfully scores lower by sacreBLEU. Here is the
+# same output against the same reference, scored in five ways. (In a single
+# short sentence one hyphen weighs much.)
 
 
 # %% tags=["question"]
@@ -11555,10 +11568,10 @@ def perplexity(model, pairs, max_tokens=4096):
 # #### Exercises
 #
 # **Is it better, or lucky?** (four lines; an hour, if you also compare two
-# models with it). A score of 200 sentences is partly luck. How much, the
-# *bootstrap* tells: draw 200 of them again and again, some twice, some never,
-# and look at how BLEU varies. Of each sentence we have ten counts: four of
-# hits (n = 1 to 4), four of n-grams, then c and r. A row of `draws` names the
+# models with it). A score on 200 sentences is partly luck. The *bootstrap*
+# tells how much: draw 200 of them again and again, some twice, some never, and
+# look at how BLEU varies. For each sentence we have ten counts: four of hits
+# (n = 1 to 4), four of n-grams, then c and r. A row of `draws` names the
 # sentences of one drawing.
 
 
@@ -11646,9 +11659,9 @@ def bleu_of_draws(counts, draws): ...
 # %% [markdown]
 # ### The generated corpus, learned
 #
-# Here is what the model is given: a German sentence, its one translation,
-# and, for us alone, which word belongs to which. (This pair is of the test;
-# those of training look the same.)
+# Here is what the model is given: a German sentence, its one translation, and,
+# for us alone, which word belongs to which. (This pair is from the test set;
+# those for training look the same.)
 
 
 # %%
@@ -11717,9 +11730,9 @@ def learning_german():
 
 
 # %% [markdown]
-# **What to notice.** After 200 updates it writes English sentences, but of
-# something else than the German says. The loss alone would not have told you;
-# free writing does. The least loss that smoothing allows is 0.88, for a
+# **What to notice.** After 200 updates it writes English sentences, but they
+# say something other than the German does. The loss alone would not have told
+# you; free writing does. The least loss that smoothing allows is 0.88, for a
 # vocabulary of 255 (251 words and four special tokens).
 #
 # Now the test: 1,000 sentences whose subject, verb and object never came
@@ -11799,7 +11812,7 @@ def your_own_sentence():
 # In the run stored here both are right. The one before it (commit `6960fff`),
 # which had the same seed and differed in rounding alone, wrote *yesterday the
 # little dog in the garden* for the second: the verb and the ball are lost. In
-# yours it may be wrong in another way. A model knows its corpus, not the
+# your run it may be wrong in another way. A model knows its corpus, not the
 # language: words it has never seen become `<unk>`, and an order of words it
 # has never met may go wrong in any way.
 
@@ -11807,11 +11820,11 @@ def your_own_sentence():
 # %% [markdown]
 # ## 6 Results
 #
-# The paper's results are of large models on eight GPUs; ours, of small ones
+# The paper's results are for large models on eight GPUs; ours, for small ones
 # on one or two processor cores, come later (*Multi30k, measured*). Here are
-# the two techniques that the paper uses to get from a trained model to a
-# score (6.1), its variations of the model (6.2) and its other task (6.3),
-# both in small. Its scores themselves are out of our reach.
+# the two techniques that the paper uses to get from a trained model to a score
+# (6.1), its variations of the model (6.2) and its other task (6.3), both in
+# small. Its scores themselves are out of our reach.
 
 
 # %% tags=["claim"]
@@ -11944,12 +11957,12 @@ def big_costs_a_quarter(language="French"):
 #
 # Here X is the source, Y a translation, and |Y| its length in words. (*Fills
 # gaps in the paper*: |Y| counts `</s>`; and a beginning that has reached the
-# greatest length may only be ended. That is source + 50, where the `</s>` of
-# the source counts, and that of the output does not.)
+# greatest length may only be ended. The greatest length is source + 50, where
+# the `</s>` of the source counts and that of the output does not.)
 #
 # **Asked often:** why four beginnings, is a wider beam not better? It finds
 # likelier sentences, but these are not always better ones: beyond some width
-# BLEU falls (Koehn and Knowles, 2017), and what a model holds for likeliest of
+# BLEU falls (Koehn and Knowles, 2017), and what a model considers likeliest of
 # all is often to write nothing (Stahlberg and Byrne, 2019).
 
 
@@ -12065,8 +12078,9 @@ def continue_in_parts(scores, parts, at_limit):
 # The search for a source ends when no beginning is left. If only the best
 # translation is wanted (`first`), it ends sooner: log-probabilities never
 # rise, so no beginning can reach more than its own sum divided by the largest
-# length penalty. That is the source's `hope`. Once a finished translation has
-# as much, we may stop, and have lost nothing.
+# length penalty. For the best beginning of a source, this bound is the
+# source's `hope`. Once a finished translation scores as much, we may stop, and
+# have lost nothing.
 
 
 # %%
@@ -12218,8 +12232,8 @@ def beam_scores_are_the_models_own():
 # %% [markdown]
 # Now the paper's beam of four, tried on forty sources and `restless_model`
 # (*Greedy decoding*: an untrained model, shaken until its outputs differ). The
-# paper does not say so, but it should find likelier sentences than greedy
-# decoding. (It is log P itself that is compared, hence α = 0.)
+# paper does not say so, but such a beam should find likelier sentences than
+# greedy decoding. (It is log P itself that is compared, hence α = 0.)
 
 
 # %% tags=["claim"]
@@ -12251,9 +12265,9 @@ def four_beginnings_beat_one(width=4):
 
 
 # %% [markdown]
-# Two more settings of the paper: no output is longer than its source by more
-# than 50, tried on a model that hardly ever ends by itself; and the search
-# ends early when it can, which, though the paper does not say so, must cost
+# Two more settings of the paper: no output is more than 50 tokens longer than
+# its source (tried on a model that hardly ever ends by itself); and the search
+# ends early when it can. The paper does not say so, but this must cost
 # nothing. (It would, if the first sentence that ends were taken: that is
 # `careless`.)
 
@@ -12400,8 +12414,8 @@ def a_growing_beam():
 
 # %% [markdown]
 # **What to notice.** The two numbers before each sentence are its score and
-# its log P. The best one stays in the top row from the first word to the last;
-# the others follow far behind, each wrong in one word (in the run stored
+# its log P. The best sentence stays in the top row from the first word to the
+# last; the others follow far behind, each wrong in one word (in the run stored
 # here). Beginnings that start with another first word die out soon. This
 # corpus leaves little to doubt; on real text the beam is worth more: on the
 # captions below it gains half a point to a point and a half of BLEU over
@@ -12410,10 +12424,10 @@ def a_growing_beam():
 # %% [markdown]
 # #### Exercises
 #
-# **Who came from whom** (four lines). Of a search of T steps we have kept
-# only the words of each step, and for each place of the beam from which place
-# it goes on. The cell follows each text back from its end. Go forward, with
-# tensors. (As in `beam_search`; but first try it without looking.)
+# **Who came from whom** (four lines). From a search of T steps we have kept
+# only the words of each step and, for each place in the beam, the place from
+# which it goes on. The cell follows each text back from its end. Go forward,
+# with tensors. (As in `beam_search`; but first try it without looking.)
 
 
 # %%
@@ -12605,7 +12619,8 @@ def most_agreed_in_loops(texts):
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# `max` takes a `key`. That a text agrees with itself adds the same to each.
+# `max` takes a `key`. Counting a text's agreement with itself adds the same to
+# each total.
 #
 # </details>
 
@@ -12650,7 +12665,7 @@ most_agreed_in_loops.judged_by(
 # For the afternoon: draw twenty translations of each of 200 sentences, with
 # the nucleus of the chapter on greedy decoding, and let them vote, with BLEU
 # or your own measure of agreement. Is the elected one better than the beam's?
-# (To translate texts by your `greedy_plain`, let it take a further
+# (To translate texts with your `greedy_plain`, give it one more parameter,
 # `begin=None`, which it need not use, and call
 # `translator.search(translator.split_all(texts), greedy_plain)`. *Levers
 # beyond the paper* lets the texts of the beam itself vote.)
@@ -12670,8 +12685,8 @@ def most_agreed(texts): ...
 # each batch in another direction. A *checkpoint* is the weights as saved at
 # one moment. The mean of several should lie nearer to the middle than any one
 # of them. The paper averages the last five of base, and the last twenty of big
-# (Section 6.1), written every ten minutes: by its times 1,500 updates of base
-# apart, or 600 of big. (Ours are 1,000 apart, unless `--save-every` says
+# (Section 6.1), written every ten minutes: by its times, 1,500 updates apart
+# for base and 600 for big. (Ours are 1,000 apart, unless `--save-every` says
 # otherwise.) A matrix that is shared must come out shared: it has two names in
 # each checkpoint and the same values under both, so the two means are equal,
 # and the model copies both into its one matrix. (Does it help? *Table 3, in
@@ -12714,8 +12729,8 @@ def averages_are_means_and_stay_tied():
 # **An ensemble** (two lines). Averaging weights costs nothing when the model
 # is used. An *ensemble* costs more and often brings more: several models are
 # asked for the next word, and the mean of their probabilities is used. Beam
-# search wants its logarithm. The loop in the cell leaves the logarithms for a
-# while, and needs 64 bits for it. Do without: stay with logarithms, and 32
+# search wants its logarithm. The loop in the cell leaves logarithms for a
+# while, and needs 64 bits to do so. Avoid that: stay with logarithms, and 32
 # bits are enough.
 
 
@@ -12784,17 +12799,17 @@ def ensemble(logits): ...
 # ### 6.2 Model variations
 #
 # Table 3 of the paper varies base in one respect at a time: (A) the number of
-# heads, and with it d_k and d_v, so that the cost stays; (B) d_k alone; (C)
-# the number of layers and the widths; (D) dropout and label smoothing; (E) the
-# form of the positions. It gives the number of parameters (our "weights") in
-# millions. First we count those, then we try the variations in small. (Row (E)
-# was tried in *Positions, tried*.)
+# heads, and with it d_k and d_v, so that the cost stays the same; (B) d_k
+# alone; (C) the number of layers and the widths; (D) dropout and label
+# smoothing; (E) the form of the positions. It gives the number of parameters
+# (our "weights") in millions. First we count those, then we try the variations
+# in small. (Row (E) was tried in *Positions, tried*.)
 #
 # #### The sizes of Table 3
 #
-# For row (B) queries and keys must be narrower than values, which the model
-# has no setting for. `narrow` exchanges their two projections in a finished
-# model:
+# For row (B), queries and keys must be narrower than values. The model has no
+# setting for that, so `narrow` replaces the projections of queries and keys in
+# a finished model:
 
 
 # %%
@@ -13037,12 +13052,12 @@ def bigger_is_better(measure="BLEU"):
 # %% [markdown]
 # #### Perplexity per piece
 #
-# The table's perplexities are *per piece*. Its caption warns against
-# comparing them with those per word. Whoever cuts a text finer asks easier
-# questions, and more of them. To see it, one simple model, which has counted
-# how often each token followed which, predicts the same text in words, in
-# pieces and in letters. (With `per="word"` all three are counted per word, and
-# may be compared.)
+# The table's perplexities are *per piece*. Its caption warns against comparing
+# them with those per word. The finer a text is cut, the easier the questions,
+# and the more of them there are. To see this, one kind of simple model, which
+# counts how often one token follows another, predicts the same text in words,
+# in pieces and in letters. (With `per="word"` all three are counted per word,
+# and may be compared.)
 
 
 # %% tags=["claim"]
@@ -13088,13 +13103,13 @@ def units_change_the_perplexity(per="unit"):
 # model does not learn to the full, and in which some doubt remains. So here is
 # a language. A source is four words out of sixteen, drawn one by one (a word
 # may come twice). Its translation is in reverse order, and each word has two
-# forms. Which one is right, the *next* word of the source decides, as in an
-# ending that agrees with a neighbour: form 2 if that is one of the words 0 to
-# 7, else form 1. (The last word has no next one; there the first word of the
-# source decides.) Then one word in ten takes the wrong form, in training and
-# in the held-out sentences alike. So in the long run nobody can be right about
-# more than nine forms of ten. (In numbers, word w is 4 + w in a source; its
-# two forms are 4 + 2w and 5 + 2w.)
+# forms. The *next* word of the source decides which one is right, as with an
+# ending that agrees with a neighbour: form 2 if that word is one of the words
+# 0 to 7, else form 1. (The last word has no next one; there the first word of
+# the source decides.) Then one word in ten takes the wrong form, in training
+# and in the held-out sentences alike. So in the long run nobody can be right
+# about more than nine forms of ten. (In numbers, word w is 4 + w in a source;
+# its two forms are 4 + 2w and 5 + 2w.)
 
 # %%
 LEXICON = 16
@@ -13187,14 +13202,14 @@ def trial(seed, updates, pairs=2000, smoothing=0.1, rise=True, factor=0.35,
 
 
 # %% [markdown]
-# One run proves nothing: another seed gives another number. But two settings
-# can be run with the *same* seeds, so that both see the same pairs in the same
-# order, and the differences be looked at. If their mean is d, and s their
-# standard deviation over n seeds, then d ± t·s/√n covers the true difference
-# in 95 of 100 such experiments (t is Student's for n − 1 degrees of freedom;
-# we take the differences to be normally distributed). We call a difference
-# real if this interval leaves out 0, and hold to that. (So of twenty
-# differences that are none, about one is called real.)
+# One run proves nothing: another seed gives another number. But we can run two
+# settings with the *same* seeds, so that both see the same pairs in the same
+# order, and look at the differences. If d is their mean and s their standard
+# deviation over n seeds, then d ± t·s/√n covers the true difference in 95 of
+# 100 such experiments (t is Student's for n − 1 degrees of freedom; we take
+# the differences to be normally distributed). We call a difference real if
+# this interval leaves out 0, and hold to that. (So of twenty differences that
+# are none, about one is called real.)
 
 
 # %%
@@ -13319,7 +13334,7 @@ def too_many_heads_are_worse(seeds=2, updates=120, h=32, **change):
 # older, additive attention scores a pair by w·tanh(A q + B k): a network with
 # a hidden layer. Does it help where q and k have only two numbers? Both get as
 # many updates, at the rate of the small base. The short form, of 120 updates,
-# is too early to judge: two seeds decide nothing, and three with `hidden=2`
+# stops too early to tell: two seeds decide nothing, and three with `hidden=2`
 # say yes. The long form, of 300, says no: there the loss is higher.
 
 
@@ -13449,16 +13464,16 @@ def variations_in_small():
 # **What to notice.** Three seeds and 120 updates are few: where an interval
 # crosses 0, nothing is decided, and where it just misses 0, another number of
 # threads may overturn it. `make claims` takes eight seeds and 300 updates.
-# There, all that makes the model narrower makes it worse, as in the paper; of
-# one head and one layer it can't tell (in the paper one head costs 0.9 BLEU,
-# and two layers instead of six cost 2.1), whatever stands above. Our guess:
-# here each word looks at one place and one neighbour, which leaves more heads
-# or layers little to do. A toy shows how to find out, not what holds for a
-# real language.
+# There, everything that makes the model narrower makes it worse, as in the
+# paper. About one head and one layer it can't tell, whatever is shown above
+# (in the paper one head costs 0.9 BLEU, and two layers instead of six cost
+# 2.1). Our guess: here each word looks at one place and one neighbour, which
+# leaves more heads or layers little to do. A toy shows how to find out, not
+# what holds for a real language.
 #
-# Rows (D). Dropout is to help against learning by heart, so let there be
-# little to learn from: 100 pairs. (With 2,000 it should be in the way.) From
-# here on one layer will do, which learns sooner.
+# Rows (D). Dropout is meant to guard against learning by heart, so let there
+# be little to learn from: 100 pairs. (With 2,000 it should be in the way.)
+# From here on one layer will do, which learns sooner.
 
 
 # %% tags=["claim"]
@@ -13479,10 +13494,10 @@ def dropout_helps(seeds=3, updates=120, pairs=100):
 # Label smoothing should make the perplexity worse, and so the loss; and the
 # accuracy better. (A common slip is to report the *smoothed* loss.) A gain in
 # accuracy is small beside the spread of the seeds. Eight decided nothing;
-# sixteen did (0 to 15, 600 updates). But who looks until something is found
-# finds something. So the long form takes sixteen others, 100 to 115, that
-# nobody had looked at, and those count. They left it undecided, as *The
-# ledger* says.
+# sixteen did (0 to 15, 600 updates). But anyone who keeps looking until
+# something is found will find something. So the long form takes sixteen
+# others, 100 to 115, that nobody had looked at, and those count. They left it
+# undecided, as *The ledger* says.
 
 
 # %% tags=["claim"]
@@ -14047,16 +14062,16 @@ def parsing_new_sentences():
 
 
 # %% [markdown]
-# **What to notice.** On shapes that it has never seen the network writes whole
-# trees, label by label, and what is a tree at all is nearly always the right
-# one: where it fails, it loses count of its brackets, or leaves out a word, or
-# takes another. Then all its spans are lost. (In the trees of the authors'
-# code, which hold no words, the last can't happen. Here it counts: in most of
-# the failures on longer sentences the words are others, or fewer.) A grammar
-# can't fail like that, but it guesses wherever words or agreement decide:
-# fewer of its trees are right, and those that are wrong lack a span or two. On
-# sentences longer than any in training our network breaks down, while the
-# grammar minds far less.
+# **What to notice.** On shapes that it has never seen, the network writes
+# whole trees, label by label, and an output that is a tree at all is nearly
+# always the right one. Where the network fails, it loses count of its
+# brackets, leaves out a word, or writes a different one. Then all its spans
+# are lost. (In the trees of the authors' code, which hold no words, the last
+# can't happen. Here it counts: in most of the failures on longer sentences
+# some words are wrong or missing.) A grammar can't fail like that, but it
+# guesses wherever words or agreement decide: fewer of its trees are right, and
+# those that are wrong lack a span or two. On sentences longer than any in
+# training our network breaks down, while the grammar minds far less.
 #
 # Does it go by what decides? Six patterns of sentences, in pairs that differ
 # at one place: 50 of each, and how many trees are exactly right.
@@ -14101,11 +14116,11 @@ def what_decides(updates=1400):
 # **What to notice.** Where a word decides, the tree is right each time (in the
 # run stored here). Where agreement decides between two nouns, or a verb at the
 # very end, the network often errs. But look at the second column: how many
-# training sentences had this shape. A tool or a part it has met by the hundred
-# or the dozen, *first agrees* a few times, and two of the six never (*one more
-# verb* is of a shape that was held out). So this can't tell whether agreement
-# is harder to learn than words, or only rarer. (The outputs shown are the
-# first of fifty each, right or wrong.)
+# training sentences had this shape. The network has met a tool or a part by
+# the hundred or the dozen, *first agrees* a few times, and two of the six
+# never (*one more verb* has a shape that was held out). So this can't tell
+# whether agreement is harder to learn than words, or only rarer. (The outputs
+# shown are the first of fifty each, right or wrong.)
 
 # %% [markdown]
 # What the paper says of this task, as far as a small one can tell. First the
@@ -14187,7 +14202,7 @@ def the_model_learns_to_parse(updates=1400):
 # the test has are drawn again and again from its own, each with all its
 # sentences, and both parsers are scored on them. The difference must be above
 # 0 in 39 drawings of 40, or below it in as many. (With `measure="exact"` whole
-# trees are counted. What another seed would bring, this does not tell.)
+# trees are counted. This does not tell what another seed would bring.)
 
 
 # %% tags=["claim"]
@@ -14752,18 +14767,19 @@ def attention_against_the_alignment():
 # %% [markdown]
 # **What to notice.** In the last layer every head has become an aligner,
 # though nobody told the model which words belong together: it found out
-# because it helped to predict the next word. Before training no head did much
-# better than chance, and "same place" is right less than half of the time.
+# because knowing this helped to predict the next word. Before training no head
+# did much better than chance, and "same place" is right less than half of the
+# time.
 
 # %% [markdown]
 # ### Heads with a role
 #
 # The paper says that single heads clearly learn different tasks, and shows
-# some at work on two sentences (Section 4, Figures 3 to 5). A picture that
-# was chosen can mislead. So here a role is a *question with an answer*: for
-# each word of some kind, where must a head look that has this role? The score
-# of a head is how often its largest weight is there, over many sentences. The
-# grammar that wrote the corpus knows the answers. These are the roles:
+# some at work on two sentences (Section 4, Figures 3 to 5). A picture that was
+# chosen can mislead. So here a role is a *question with an answer*: for each
+# word of some kind, where must a head with this role look? The score of a head
+# is how often its largest weight is there, over many sentences. The grammar
+# that wrote the corpus knows the answers. These are the roles:
 #
 # | attention | role | asks at | right is |
 # |---|---|---|---|
@@ -15077,9 +15093,10 @@ def heads_bridge_distance(sentences=300, role="verb: its rest", apart=3):
 
 # %% [markdown]
 # Figure 5: what many heads do has to do with how the sentence is built. We
-# count the encoder's heads that look right in one of the five roles of
-# grammar more than half of the time, and more often than any head of four
-# untrained models. Many is half of them. (The paper shows two: `many=2`.)
+# count the encoder's heads that look right in one of the five roles of grammar
+# more than half of the time, and more often than any head of four untrained
+# models. "Many" here means half of the encoder's heads. (The paper shows two:
+# `many=2`.)
 
 
 # %% tags=["claim"]
@@ -15208,8 +15225,8 @@ def the_heads_for_the_time():
 # nearly all the rest stay right, and as many other heads make no difference.
 # So the role is real. Look at what goes wrong: the tense. (Which heads have
 # it, and how many, is chance: with another seed it may be three, none of which
-# is missed alone, or a single one, which is.) In large models that translate
-# it is much the same: most heads can be removed one at a time (Michel et al.,
+# is missed alone, or a single one, which is.) It is much the same in large
+# translation models: most heads can be removed one at a time (Michel et al.,
 # 2019), and the few that matter have roles one can name (Voita et al., 2019).
 
 # %% [markdown]
@@ -15221,10 +15238,11 @@ def the_heads_for_the_time():
 #
 # $$\sum_j a_{ij} \, v_j W^O_h$$
 #
-# So the weight says *which part* of such a vector comes over, and not how long
-# the vector is. From a short one even a large weight brings little. Kobayashi
-# et al. (2020) found this of the separators of BERT (the encoder alone,
-# trained on much text), to which many of its heads give most of their weight.
+# So the weight says *what share* of such a vector comes over, and not how long
+# the vector is. If the vector is short, even a large weight brings little.
+# Kobayashi et al. (2020) found this of the separators of BERT (the encoder
+# alone, trained on much text), to which many of its heads give most of their
+# weight.
 #
 # What a head would take from each word with a weight of 1; and, as a check,
 # that the sum is all there is to attention:
@@ -15326,8 +15344,8 @@ def what_the_weights_carry():
 # **Asked often:** do attention weights explain what the model does? They say
 # from where a head takes something, and after the table above one should ask
 # how much. Nor is length the end of it: vectors may cancel, the residual
-# connection goes around each layer, and later layers use of the sum what they
-# can. Jain and Wallace (2019) found, in recurrent networks that classify
+# connection goes around each layer, and later layers use whatever they can of
+# the sum. Jain and Wallace (2019) found, in recurrent networks that classify
 # texts, quite other weights that gave the same answers; Wiegreffe and Pinter
 # (2019) replied that these had to be sought on purpose, and that one
 # explanation among several is still one. What is certain is what follows when
@@ -15338,10 +15356,10 @@ def what_the_weights_carry():
 # ### Exercises
 #
 # **Among how many words?** (a line). A head may look at one word or at all
-# alike. A number for it: take the *entropy* of each query's weights, minus the
-# sum of w · log w over the keys; then the mean over the queries; then e to
-# that. It is 1 if each query looks at a single word, and S if each looks at
-# all alike. Compute it for all heads of all layers.
+# alike. A number for it: take the *entropy* of each query's weights, which is
+# −Σ w · log w over the keys; then the mean over the queries; then e to that.
+# It is 1 if each query looks at a single word, and S if each looks at all
+# alike. Compute it for all heads of all layers.
 
 
 # %%
@@ -15747,21 +15765,21 @@ class MovingAverage:
 # see twice as many sentences, and one model serves both ways.
 #
 # **Both directions first, then one** (Ding et al., 2021). Such a model need
-# not go on both ways. Let it learn from all pairs in both directions to begin
-# with, and then, for the longer part of the training, in the one that is
-# wanted. So the encoder has also seen the sentences of the target language,
-# and the decoder those of the source language, and what the two have in common
-# is learned from both sides. No update more is made than before. `--from`
-# takes a model of both for a run without `--both`, in either direction, and
-# leaves the tags out from there on. (*Differs from that paper*, which lets
-# each pair change sides and, as far as we know, adds no tag.)
+# not keep both directions to the end. Let it learn from all pairs in both
+# directions to begin with, and then, for the longer part of the training, in
+# the one that is wanted. So the encoder has also seen the sentences of the
+# target language, and the decoder those of the source language, and what the
+# two have in common is learned from both sides. No update more is made than
+# before. `--from` takes a model of both for a run without `--both`, in either
+# direction, and leaves the tags out from there on. (*Differs from that paper*,
+# which lets each pair change sides and, as far as we know, adds no tag.)
 #
 # **Small letters.** *Ein* at the head of a sentence and *ein* within it are
-# two words to a model, and each is learned for itself. BLEU, as it is usually
-# given for these captions, does not mind the case, and many systems read and
-# write them in small letters. `--lowercase` does so too. (Then the
-# translations are in small letters as well, and so this is for comparing
-# scores more than for use.)
+# two words to a model, and each is learned separately. BLEU, as it is usually
+# given for these captions, ignores case, and many systems read and write them
+# in small letters. `--lowercase` does so too. (Then the translations are in
+# small letters as well, and so this is for comparing scores more than for
+# use.)
 #
 # The size of the vocabulary and dropout on attention weights are options too.
 #
@@ -15784,8 +15802,8 @@ class MovingAverage:
 #
 # (The model in `runs/en-de` is the one that the command under *Multi30k,
 # measured* trains; `results/model-de-en` is the published one.) A model that
-# was trained from random weights gained from such text by this recipe, and
-# gained nothing by the preset `laptop`. With `--from`, a model that has
+# was trained from random weights gained from such text with this recipe, and
+# gained nothing with the preset `laptop`. With `--from`, a model that has
 # learned the real pairs can go on with the larger corpus. That gained in all
 # three directions that we tried (*The levers, measured*).
 
@@ -15795,10 +15813,10 @@ class MovingAverage:
 # the last of them. Do the weights of two trainings have a useful mean, too?
 # Not if each began with its own random weights. What a unit of a hidden layer
 # does, what a head looks for, and what each number of a state means is settled
-# by chance, and each training settles it otherwise. The simplest case are the
-# hidden units. If a model's units change places, the new model computes the
-# same. But in the mean of the two models each unit is half one unit and half
-# another:
+# by chance, and each training settles it differently. The simplest case is
+# that of the hidden units. If a model's units change places, the new model
+# computes the same. But in the mean of the two models each unit is half one
+# unit and half another:
 
 
 # %%
@@ -15832,9 +15850,9 @@ def a_mean_needs_one_order_of_units():
 # then train it twice from there, with the sentences in another order and other
 # dropout each time: the units stay in their places. (Equal random weights need
 # not be enough: Frankle et al., 2020, found that large networks must share the
-# first part of their training as well.) What lies between two models we can
-# see on the straight line from the weights of one to those of the other. In
-# the middle of it stands their mean.
+# first part of their training as well.) We can see what lies between two
+# models on the straight line from the weights of one to those of the other.
+# Their mean is in the middle of it.
 #
 # The next cell has one stage of training, for small models of *A language with
 # noise* (Section 6.2), with its own warm-up and a rate that ends at 0. Its
@@ -15931,7 +15949,7 @@ def between_two_trainings():
 # another rate, another dropout or BPE-dropout, and take the mean. It costs
 # those trainings; in use it is one model, no larger and no slower. `--from`
 # starts a training at the weights of a model, and `average` takes the mean.
-# (Models that have nothing in common it refuses.) For a model from English to
+# (It refuses models that have nothing in common.) For a model from English to
 # German that was trained with `--preset tiny`:
 #
 # `python annotated_transformer.py train --corpus multi30k --src en --tgt de
@@ -15950,11 +15968,11 @@ def between_two_trainings():
 # **Reading back** (Yee et al., 2019). A beam search ends with a list of
 # hypotheses, the first of which is best by the model's own verdict: the
 # probability of the translation y, given the source x. Now ask a model of the
-# *other* direction how probable the source is, given each translation. If one
-# has left something out, or turned a child into a dog, it may be good language
-# all the same; but from it nobody would guess the source. So *rerank* the
-# list, put it in another order: by both verdicts, each per token, `</s>`
-# included. λ is the weight of the second:
+# *other* direction how probable the source is, given each translation. A
+# translation that has left something out, or turned a child into a dog, may be
+# good language all the same; but nobody would guess the source from it. So
+# *rerank* the list, put it in another order: by both verdicts, each per token,
+# `</s>` included. λ is the weight of the second:
 #
 # $$\frac{\ln p(y \mid x)}{|y|} + \lambda\,\frac{\ln p(x \mid y)}{|x|}$$
 #
@@ -16021,8 +16039,8 @@ def read_back(translator, back, sources, lists, weight=0.25):
 
 
 # %% [markdown]
-# A verdict must be the model's own of each single pair, whatever stands beside
-# it in the batch; and the scores must be the sums of the two:
+# The verdict on each pair must be the model's own, whatever stands beside that
+# pair in the batch; and the scores must be the sums of the two:
 
 
 # %%
@@ -16070,9 +16088,9 @@ def reading_back_weighs_both_verdicts():
 
 # %% [markdown]
 # **Voting** (Kumar and Byrne, 2004; *minimum Bayes risk*). Why take the first
-# of the list? It is the likeliest (but for its length); but of a caption the
-# likeliest text of eight has 0.4 to 6 % of the probability, and all eight
-# together 1.5 to 17 % (the medians of three published models, on the
+# of the list? It is the likeliest (but for its length); but for a caption the
+# likeliest of eight texts has 0.4 to 6 % of the probability, and all eight
+# together have 1.5 to 17 % (the medians of three published models, on the
 # validation set). And a text is measured by how much it shares with a
 # reference. The model does not know the reference, but it can guess: it may be
 # any text of the list L, each with the probability that the model gives to it.
@@ -16086,9 +16104,10 @@ def reading_back_weighs_both_verdicts():
 # all have the same; with a large τ only the likeliest text has a vote, and
 # votes for itself. What two texts share is measured here by *chrF* (Popović,
 # 2015), which looks at letters, so that *Hund* and *Hunde* are nearly the
-# same. Spaces are left out. Of the runs of one letter to six in the one text,
-# what part stands in the other, and the other way round? The precision P and
-# the recall R are means over the six lengths, and recall counts more (β = 2):
+# same. Spaces are left out. Take the runs of one to six letters in one text:
+# what part of them is also in the other text? And the other way round? The
+# precision P and the recall R are means over the six lengths, and recall
+# counts more (β = 2):
 #
 # $$\mathrm{chrF} = (1 + \beta^2) \frac{P R}{\beta^2 P + R}$$
 
@@ -16181,8 +16200,8 @@ def votes_are_counted():
 # wider beam and the counting of letters, and needs no second model and no
 # training. What it brings stands under *The levers, measured*. (*Differs from
 # that paper*, which measures by BLEU, among others, and takes much longer
-# lists; and from what is common today, to let texts vote that are drawn from
-# the model, as in the exercise under *6.1 Beam search*.)
+# lists; and from what is common today, which is to let texts drawn from the
+# model vote, as in the exercise under *6.1 Beam search*.)
 
 # %% [markdown]
 # **The one that is closest to the truth** (Kim and Rush, 2016). When models
@@ -16246,9 +16265,9 @@ def the_closest_text_is_taken():
 # the questions of those who followed them. We plant each into the running
 # model and look at three numbers. The **loss** is that of training, the mean
 # of the last ten updates. **Perplexity** is that of 300 held-out sequences,
-# whose true words are read. **Exact match** is how many of the 300 are right
-# to the last symbol when the model writes freely. Then we run the check that
-# ought to refuse the bug.
+# with the decoder reading the true words. **Exact match** is how many of the
+# 300 are right to the last symbol when the model writes freely. Then we run
+# the check that ought to refuse the bug.
 #
 # The task is to copy 3 to 6 digits, the model a very small one, which learns
 # it in 170 updates. (*Differs from the paper*: at the end the rate falls to 0,
@@ -16490,13 +16509,14 @@ def padding_is_seen(tokens):
 
 
 # %% [markdown]
-# Cross-attention needs the mask of the *source*, for its keys are there. Given
-# the target's, it raises no error in code that pads all to one length; the
-# cell below does the same, by filling up the mask. Copying can't show it,
-# since its two sides are equally long: test with two lengths. And if keys and
-# values are taken from the target, the source is never read. Then copying
-# fails; but a translator's loss would go on falling, for it learns to write
-# good sentences, about anything. Look for it by changing the source.
+# Cross-attention needs the mask of the *source*, for its keys are there. Using
+# the target's mask raises no error in code that pads everything to one length;
+# the cell below imitates this by padding or cutting the mask to the source's
+# length. Copying can't show it, since its two sides are equally long: test
+# with two lengths. And if keys and values are taken from the target, the
+# source is never read. Then copying fails; but a translator's loss would go on
+# falling, for it learns to write good sentences, about anything. Look for it
+# by changing the source.
 
 
 # %%
@@ -16659,7 +16679,8 @@ def layers_copied(self, config, right=Transformer.__init__):
 # %% [markdown]
 # ### In training
 #
-# What is read and what is asked was shown in an example. As a check:
+# An earlier example showed what is read and what is asked. Here it is as a
+# check:
 
 
 # %%
@@ -16709,8 +16730,8 @@ def padding_counted(self):
 
 
 # %% [markdown]
-# Adam divides by the size of the gradient, and so hides how large it is.
-# Therefore it hides the mistake of dividing each part by its own tokens (an
+# Adam divides by the size of the gradient, and so hides how large it is. So it
+# also hides the mistake of dividing each part by its own number of tokens (an
 # update has two parts here). It does not hide a gradient that is never zeroed:
 # that is the sum over all updates so far. One property of every update:
 
@@ -16796,11 +16817,11 @@ def perplexity_is_the_models_own():
 
 
 # %% [markdown]
-# Dropout left on: all of it, where `eval()` is forgotten; on the attention
-# weights, where `F.scaled_dot_product_attention` is handed its rate always,
-# since that function does not know the mode. (This model was trained with both
-# dropouts, so its loss is higher.) Run what you have twice: it must give the
-# same.
+# Dropout may be left on: all of it, where `eval()` is forgotten; or only that
+# on the attention weights, where `F.scaled_dot_product_attention` is always
+# handed the rate, for that function does not know the mode. (This model was
+# trained with both dropouts, so its loss is higher.) Run the model twice on
+# the same input: the output must be the same.
 
 
 # %%
@@ -16827,12 +16848,12 @@ def attention_dropout_always_on(
 
 
 # %% [markdown]
-# Training began with `<s>`, use begins with something else. In a cache of keys
-# and values each new word is put at the first place; or the cache is not
-# sorted when the beginnings in the beam are. Such things are found by asking
-# the whole decoder the same questions, step by step. Writing that does not
-# stop at `</s>` is a matter of the test: have one whose outputs end at
-# different lengths.
+# Training began with `<s>`, but use begins with something else. With a cache
+# of keys and values, each new word is put at the first place; or the cache is
+# not reordered when the beginnings in the beam are. Such things are found by
+# asking the whole decoder the same questions, step by step. Writing that does
+# not stop at `</s>` is found only by a suitable test: use one whose outputs
+# end at different lengths.
 
 
 # %%
@@ -16913,11 +16934,11 @@ def ended_beams_go_on(model, src, width=4, alpha=0.6, extra=50, **_):
 
 
 # %% [markdown]
-# The last is no fault of a model: the smoothed loss is passed off as
-# perplexity. Other bugs of measuring need words, not digits: a vocabulary made
-# from the test set too, padding counted as words in BLEU, BLEU of what was
-# written with the true words in sight. They make a model look other than it
-# is.
+# The last bug is not in the model but in the measuring: the smoothed loss is
+# passed off as perplexity. Other bugs of measuring need words, not digits: a
+# vocabulary made from the test set too, padding counted as words in BLEU, BLEU
+# of what was written with the true words in sight. They make a model look
+# better or worse than it is.
 
 
 # %%
@@ -16966,19 +16987,20 @@ def gallery_of_bugs():
 # %% [markdown]
 # **What to notice.** The loss gives away few of them, and some of those only
 # to one who knows what it should be. In the second group the training looks
-# perfect, and the model is useless or damaged: what it writes freely tells,
-# and of about half of them perplexity too. (Each bug is compared with the
-# model of its own sizes and batches, one of the first four lines.) In the last
-# group hardly a number tells (but for two perplexities, that of *padding
-# counted* and that of the last line, which are themselves the bug). Such a bug
-# costs quality that nobody misses, or it waits for longer sentences, wider
-# heads, more padding, or weights from elsewhere. (Where a model was trained
-# anew, one run can't say whether 290 of 300 are harm or chance; where the
-# weights are those of the model without a bug, as for another start symbol,
-# each sequence lost is the bug's doing. And on another machine a bug near a
-# limit may change its group.) The checks catch them all without training
-# anything to its end (two of them make a few updates): most are those of the
-# chapters, and the rest were the reason to write eight more.
+# perfect, and the model is useless or damaged: what the model writes freely
+# shows it, and for about half of these bugs perplexity does too. (Each bug is
+# compared with the model of its own sizes and batches, one of the first four
+# lines.) In the last group hardly any number shows the bug (except for two
+# perplexities, that of *padding counted* and that of the last line, which are
+# themselves the bug). Such a bug costs quality that nobody misses, or it waits
+# for longer sentences, wider heads, more padding, or weights from elsewhere.
+# (Where a model was trained anew, one run can't say whether 290 of 300 are
+# harm or chance; where the weights are those of the model without a bug, as
+# for another start symbol, each sequence lost is the bug's doing. And on
+# another machine a bug near a limit may change its group.) The checks catch
+# them all without training anything to its end (two of them make a few
+# updates): most are those of the chapters, and the rest were the reason to
+# write eight more.
 #
 # **Ten things to test before you train** code of your own, and the check that
 # shows how:
@@ -17007,14 +17029,15 @@ def gallery_of_bugs():
 # %% [markdown]
 # ## Saved models
 #
-# From here on most of it is plumbing: files, checkpoints, the command line.
-# (Not so *Four million pairs*, *Several processes* until its plumbing begins,
-# *Multi30k, measured*, *The levers, measured*, *The published model, and its
-# attention*, *Learned by heart*, *Products in 8 bits*, *The ledger*, and what
-# follows the command line.) Plumbing is not needed to understand the model,
-# but to use one, and most of the grief with real data comes from here. The
-# rule is: wrong input gets an error that names the file, and the line if it
-# has lines, and says what to do, and nothing is dropped without being counted.
+# From here on, most of the book is plumbing: files, checkpoints, the command
+# line. (The exceptions are *Four million pairs*, *Several processes* until its
+# plumbing begins, *Multi30k, measured*, *The levers, measured*, *The published
+# model, and its attention*, *Learned by heart*, *Products in 8 bits*, *The
+# ledger*, and what follows the command line.) You do not need the plumbing to
+# understand the model, but you do to use one, and most of the grief with real
+# data comes from here. The rule is: wrong input gets an error that names the
+# file, and the line if it has lines, and says what to do, and nothing is
+# dropped without being counted.
 #
 # A model is of use to others only together with its vocabulary. Its folder
 # holds all that translation needs: `model.json`, with the configuration, the
@@ -17023,7 +17046,7 @@ def gallery_of_bugs():
 # only. Nothing in them can run code when loaded. Each is first written under
 # another name, forced to the disk, and then renamed, so that a run that is
 # killed leaves the old or the new one, but never half of one. (A kill between
-# two files may leave them of two moments, until the run is resumed.)
+# two files may leave them from different moments, until the run is resumed.)
 
 
 # %% tags=["plumbing"]
@@ -17296,10 +17319,10 @@ def tied_weights_stay_tied():
 # ## Corpora from files
 #
 # A corpus is a folder with two text files for each part, with one sentence on
-# each line: `train.de` and `train.en`, `val.de` and `val.en`, and so on,
-# plain or compressed (`train.de.gz`). The endings are the language codes.
-# Beside (a) the generated corpus, which needs no files, there are (b) Multi30k
-# and (c) your own.
+# each line: `train.de` and `train.en`, `val.de` and `val.en`, and so on, plain
+# or compressed (`train.de.gz`). The endings are the language codes. Besides
+# (a) the generated corpus, which needs no files, there are (b) Multi30k and
+# (c) your own.
 
 
 # %% tags=["plumbing"]
@@ -17664,7 +17687,7 @@ class Texts:
 # all its parts. Where one has an empty side, or is so long that it would take
 # much memory to translate, it is used for nothing. (In a validation file a
 # text of over 5,000 letters is refused.) And copies of those that are held out
-# do not stay in the training text, for to know them by heart would pass for
+# do not stay in the training text, for knowing them by heart would pass for
 # translating. (Of short ones, up to 60 letters on both sides together, they
 # do: *Yes.* is a sentence that may recur.)
 
@@ -18073,7 +18096,7 @@ def a_changed_file_is_noticed():
 # short? The cell counts the pieces of sentences of both languages: of the
 # captions, if the long form finds them in `data/multi30k`, and otherwise of
 # the generated corpus, whose sentences are short. We take "most often" to mean
-# nine times of ten. (A hundred of them in a row, as in a text that is
+# nine times out of ten. (A hundred sentences in a row, as in a text that is
 # translated as a whole, are longer than d.)
 
 
@@ -18389,9 +18412,9 @@ def training_curves(folder):
 # %% [markdown]
 # At each checkpoint the model translates the validation set (its first 1,000
 # pairs), freely. That shows what the loss does not; and it decides which
-# weights are kept: `weights.pt` is always the best so far (of equal BLEU, as
-# it may be at the start, that with the lower loss). The test set plays no part
-# in this.
+# weights are kept: `weights.pt` always holds the best so far (if BLEU is
+# equal, as it may be at the start, those with the lower loss). The test set
+# plays no part in this.
 #
 # **Asked often:** why is the training loss above the validation loss? Because
 # they are not measured alike: the training loss is smoothed, and is that of a
@@ -18474,8 +18497,8 @@ def epochs(run, train, recipe):
 
 
 # %% [markdown]
-# A rate that is too high may end in losses and weights that are no numbers.
-# Then the run stops, before they are saved.
+# A rate that is too high may end in losses and weights that are infinite or
+# not numbers. Then the run stops, before they are saved.
 
 
 # %%
@@ -18971,15 +18994,15 @@ def share(batch, rank, number):
 
 
 # %% [markdown]
-# **What the mean gets wrong.** The loss is one *per token*, and shares of as
-# many sentences differ in tokens. Say one process has 30 tokens with a loss of
-# 2 each, and the other has 10 with 4 each. Over all 40 tokens it is 2.5 in the
-# mean, (30 · 2 + 10 · 4) / 40. If each takes its own mean and the two are
-# averaged, as is often done, it is (2 + 4) / 2 = 3: the ten tokens of the
-# second process count three times as much as those of the first. The same
-# happens to the gradients. It is the slip of accumulation once more, and the
-# cure is the same: each divides by the tokens of *all*, and then we add. Since
-# all know the whole batch, nobody has to ask how many those are.
+# **What the mean gets wrong.** The loss is one *per token*, and shares with
+# the same number of sentences differ in tokens. Say one process has 30 tokens
+# with a loss of 2 each, and the other has 10 with 4 each. Over all 40 tokens
+# it is 2.5 in the mean, (30 · 2 + 10 · 4) / 40. If each takes its own mean and
+# the two are averaged, as is often done, it is (2 + 4) / 2 = 3: the ten tokens
+# of the second process count three times as much as those of the first. The
+# same happens to the gradients. It is the slip of accumulation once more, and
+# the cure is the same: each divides by the tokens of *all*, and then we add.
+# Since all know the whole batch, nobody has to ask how many those are.
 
 
 # %%
@@ -19107,11 +19130,11 @@ def two_processes_add_up():
 # watches a module's call, and when autograd has finished a gradient, sends it
 # off while others are still being computed. In `backward_in_slices` autograd
 # starts from the states, so the call to watch is the one that computes them:
-# `States`, below. It sends a gradient as soon as autograd is done with it. The
-# matrix of words gets a part of its gradient by hand, from the logits; so
-# `add_gradient` must have added that before autograd runs. (The module holds
-# the model's weights and nothing else: its tables, such as that of positions,
-# never change and need no sending.)
+# `States`, below. It sends a gradient as soon as autograd is done with it. But
+# the matrix of words gets a part of its gradient by hand, from the logits; so
+# `add_gradient` must have added that part before autograd runs. (The module
+# holds the model's weights and nothing else: its tables, such as that of
+# positions, never change and need no sending.)
 
 
 # %%
@@ -19128,12 +19151,13 @@ class States(nn.Module):
 
 
 # %% [markdown]
-# What stands in the place of `backward_in_slices`. `DistributedDataParallel`
-# divides the sum of the gradients by the number of processes. We want the
-# sum, so each divides by the tokens *over* that number. Where an update
-# consists of several parts, `no_sync` lets their gradients pile up, and only
-# the last part sends them. To the gradient's function this object is the
-# model: it has all that is asked for.
+# The next class takes the place of `backward_in_slices`.
+# `DistributedDataParallel` divides the sum of the gradients by the number of
+# processes. We want the sum itself, so each process divides its loss by the
+# tokens *over* that number. Where an update consists of several parts,
+# `no_sync` lets their gradients pile up, and only the last part sends them. To
+# the gradient's function this object is the model: it has all that is asked
+# for.
 
 
 # %%
@@ -19267,9 +19291,9 @@ def shared(function, items):
 
 
 # %% [markdown]
-# What is prepared once and kept in files is prepared by the first process.
-# The others wait, and then find it done. (Of each further machine again one
-# goes first, for it may have a disk of its own.)
+# What is prepared once and kept in files is prepared by the first process. The
+# others wait, and then find it done. (On each further machine, too, one
+# process goes before the rest, for the machine may have a disk of its own.)
 
 
 # %% tags=["plumbing"]
@@ -19343,9 +19367,9 @@ def name_of_meeting(store, rank, number):
 
 
 # %% [markdown]
-# On GPUs tensors travel by NVIDIA's library NCCL, otherwise by gloo. Who waits
-# for the first process may have to wait long, while it prepares a corpus; so
-# all wait for up to two hours.
+# On GPUs tensors travel by NVIDIA's library NCCL, otherwise by gloo. The
+# others may have to wait long for the first process, while it prepares a
+# corpus; so all wait for up to two hours.
 
 
 # %% tags=["plumbing"]
@@ -19392,10 +19416,11 @@ def join_processes():
 # command, with restarts). One that was switched off may come back: start the
 # same command on it again, and all go on from the last checkpoint, again bit
 # for bit. For that `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` must be set on all
-# of them. Without it, torch 2.13 tells where to meet only once, and who comes
-# later waits in vain. (But if the machine where they meet is lost, the others
-# end too; then start all again, with `--resume`. The tests' machines are two
-# networks of one machine, each with a name, and a virtual cable between them.)
+# of them. Without it, torch 2.13 says only once where to meet, and a machine
+# that comes later waits in vain. (But if the machine where they meet is lost,
+# the others end too; then start all again, with `--resume`. The tests'
+# machines are two networks of one machine, each with a name, and a virtual
+# cable between them.)
 
 
 # %% tags=["plumbing"]
@@ -19454,8 +19479,8 @@ def begun_by_this_launch(folder):
 # %% [markdown]
 # Two runs in one folder, begun by mistake, would write over each other. So a
 # run locks its folder, and the lock ends with its process, however that ends.
-# (On a file system of a network it may keep out the processes of its own
-# machine only.)
+# (On a network file system the lock may keep out only processes on the same
+# machine.)
 
 
 # %% tags=["plumbing"]
@@ -19636,16 +19661,17 @@ def speaks_for_all(store):
 # and end at 41.0, 41.2 and 41.8 on validation, and at 40.9, 41.5 and 41.4 on
 # the test set (greedily on validation, at 40.2, 40.1 and 41.3). The third
 # French line is of three seeds too: 59.1, 58.9 and 59.5 on validation, 61.0,
-# 59.9 and 60.4 on the test set. So seeds of one recipe differ by up to 1.1,
-# and as most other lines are of one run each, do not make much of a point
-# between them. (Three English-German ones are of three, too: the ninth, of
-# runs that go on from the same weights, 43.1, 42.7 and 42.8, and 41.2, 41.0
-# and 41.0; the tenth, from random weights, 42.4, 42.6 and 42.8, and 41.1, 40.5
-# and 40.6; and the twelfth, likewise, 43.7, 42.8 and 43.5, and 42.3, 41.4 and
-# 41.3. The sixth French one, of two, has 60.6 and 60.4, and 62.0 with both.)
-# In neither of the two pairs, nor in the tenth line, is the best on validation
-# the best on the test set. It is chosen all the same, for a test set by which
-# one chooses is none any more: in both pairs seed 2 is the published model.
+# 59.9 and 60.4 on the test set. So seeds of one recipe differ by up to 1.1.
+# Most other lines are of one run each, so do not make much of a difference of
+# one point between them. (Three English-German ones are of three, too: the
+# ninth, of runs that go on from the same weights, 43.1, 42.7 and 42.8, and
+# 41.2, 41.0 and 41.0; the tenth, from random weights, 42.4, 42.6 and 42.8, and
+# 41.1, 40.5 and 40.6; and the twelfth, likewise, 43.7, 42.8 and 43.5, and
+# 42.3, 41.4 and 41.3. The sixth French one, of two, has 60.6 and 60.4, and
+# 62.0 with both.) In neither of the two pairs, nor in the tenth line, is the
+# best on validation the best on the test set. The best on validation is chosen
+# all the same, for a test set that one chooses by is no longer a test set: in
+# both pairs seed 2 is the published model.
 #
 # **What to expect on the way**, from the log of the first English-German line,
 # on two cores (greedy, moving average; the rate falls to 0 only at
@@ -19727,11 +19753,12 @@ def speaks_for_all(store):
 # often the mere choice of the sentences would make a difference as large
 # between models that are equally good. Here p = 0.004: one time in 250. (For
 # the 0.2 on validation it is 0.21, one time in five, which is no rare thing.)
-# So other *sentences* would hardly have done it. Of other *seeds* that test
-# knows nothing, and here the recipe is the same, but with the seed the
-# machine, the commit and the width of the products' factors differ. So whoever
+# So other *sentences* would hardly have done it. That test knows nothing of
+# other *seeds*. Here the recipe is the same, but the seed differs, and so do
+# the machine, the commit and the width of the products' factors. So whoever
 # compares two recipes by one run each may find, with a small p, a difference
-# that is none. In *The levers, measured*, too, each p is of this kind.
+# that is not due to the recipes. In *The levers, measured*, too, each p is of
+# this kind.
 #
 # **Published results**, trained from scratch on the same pairs without images:
 # 41.0 for English-German and 61.8 for English-French (Wu et al., 2021, the
@@ -19755,11 +19782,12 @@ def speaks_for_all(store):
 # scripts, in lower case: the README of their code counts 12,103 of them in the
 # German references, as many as Moses' rules find in ours, where 13a finds
 # three more. Between these two languages that makes no difference. But Moses
-# cuts *l'homme* into *l'* and *homme*, and 13a leaves it whole. So the French
-# references have 4 % more words, most of them short and soon right, and the
-# same translations have a point more. Here are those of the published models,
-# in 16 bits (`python tools/results.py words`; test set, a beam of four, α =
-# 1.5, commit `61a2471`; `-more` are those of *The levers, measured*):
+# cuts *l'homme* into *l'* and *homme*, and 13a leaves it whole. So by Moses
+# the French references have 4 % more words, most of them short and easy to get
+# right, and the same translations score a point more. Here are the scores of
+# the published models, in 16 bits (`python tools/results.py words`; test set,
+# a beam of four, α = 1.5, commit `61a2471`; `-more` are those of *The levers,
+# measured*):
 #
 # <!-- words: tools/results.py -->
 #
@@ -19947,10 +19975,10 @@ def speaks_for_all(store):
 #
 # *Diversified* text is learned sooner, too, and ends higher if the model
 # writes greedily. With a beam nothing is left of that. Our guess, not tried:
-# what models write is more alike than what people write, so who learns from it
-# doubts less, and a search finds less to mend. (A model that is trained
-# already gains by it, and so does one by the other recipe: see below.) (The
-# loss on the real sentences is worse: 1.73 against 1.62.) So here it buys
+# texts by models are more alike than texts by people, so a model that learns
+# from them doubts less, and a search finds less to mend. (A model that is
+# trained already gains by it, and so does one by the other recipe: see below.)
+# (The loss on the real sentences is worse: 1.73 against 1.62.) So here it buys
 # translations that are cheaper to write, not better ones (seed 0 alone, commit
 # 137fdc8; `results/diversified.json`).
 #
@@ -19962,7 +19990,7 @@ def speaks_for_all(store):
 # `776aebc`), raised the validation loss a little, from 1.649 to 1.654.
 # Greedily BLEU fell to 40.3, with the beam it rose to 41.9, and on the test
 # set it is 39.9, 0.9 less than before. For the gain on validation p = 0.13,
-# and for the loss on the test set p = 0.005. So a third of a point of
+# and for the fall of BLEU on the test set p = 0.005. So a third of a point of
 # validation is nothing to choose by.
 #
 # **BPE-dropout**, at length. The third line's model knows its training text
@@ -20013,10 +20041,10 @@ def speaks_for_all(store):
 # BPE-dropout once more, with seed 1, and the third English-French line's
 # likewise, with seed 0: on one core each, by the two commands of BPE-dropout,
 # with 2,700 and 300 updates (95 and 10 minutes, commit `b5576e4`;
-# `results/spellings-en-*.json`). On the validation set, greedily and with a
-# beam of four (α = 1.5), chrF with the beam too, where A, B, C … are models,
-# of each pair its own (commit `b93b75b`, `results/means.json`; the third
-# French line is that of seed 0):
+# `results/spellings-en-*.json`). The table gives BLEU on the validation set,
+# greedily and with a beam of four (α = 1.5), and chrF with the beam. A, B, C …
+# are models, and each pair has its own (commit `b93b75b`,
+# `results/means.json`; the third French line is that of seed 0):
 #
 # <!-- means: tools/results.py -->
 #
@@ -20057,7 +20085,7 @@ def speaks_for_all(store):
 # preset nothing (see *At full length*). Now the model of the sixth line, in 16
 # bits, goes on with it. It learns from 87,000 pairs: the real ones, those that
 # it makes of them itself, and those that the published German-English model
-# does.
+# makes.
 #
 # `python annotated_transformer.py diversify --corpus multi30k --src en --tgt
 # de --model results/model-en-de --model results/model-de-en --alpha 1.5 --out
@@ -20077,15 +20105,16 @@ def speaks_for_all(store):
 # more runs (`--seed 1` and `--seed 2`, 88 and 81 minutes, for other programs
 # ran beside them) from the same weights and text have 42.7 and 42.8 on
 # validation (p = 0.15 and 0.09) and both 41.0 on the test set (p = 0.09 and
-# 0.08). All three seeds gain on both sets, then, 0.3 and more. (Their
-# beginning is one, so this says nothing of other first weights.) The mean of
-# the first two's weights has 42.8 on validation, less than the first alone.
-# These three are the ninth English-German line; seed 0 is
+# 0.08). All three seeds gain on both sets, then, 0.3 and more. (All three
+# start from the same weights, so this says nothing about other first weights.)
+# The mean of the first two's weights has 42.8 on validation, less than the
+# first alone. These three are the ninth English-German line; seed 0 is
 # `results/model-en-de` now. The loss of real sentences rises meanwhile, from
-# 1.565 to 1.617, as it did from random weights: who learns from what models
-# write is surer than the real text allows. (What came of the text and what of
-# 5,500 updates more, we have not taken apart. Two more kinds of going on, by a
-# falling rate and by BPE-dropout, brought the third line nothing.)
+# 1.565 to 1.617, as it did from random weights: a model that learns from what
+# models write is surer than the real text allows. (How much is due to the text
+# and how much to 5,500 more updates, we have not separated. Two other ways of
+# going on, by a falling rate and by BPE-dropout, brought the third line
+# nothing.)
 #
 # Once more, with what the new model makes of the text as well (116,000 pairs,
 # 1,500 updates, a peak of 0.0015; `results/diversified-twice.json`), it has
@@ -20142,32 +20171,32 @@ def speaks_for_all(store):
 # and 41.2 on the test set.
 #
 # **And twice as wide?** A larger model does make more of such text. With
-# `--d-model 256 --d-ff 512`, and else the command and the text of the tenth
-# line, it has 7.8 million weights, not 2.6. (4,800 updates took 89 minutes,
-# beside other programs in the first quarter; seed 0, commit `a76127f`. The
-# rate follows the width by the paper's formula, so its peak is 0.0021, not
-# 0.0030.) Greedily BLEU on validation is 39.0 after 2,000 updates, where the
-# tenth line's seed 0 has 35.7, 41.3 after 2,800 (39.9), and 42.9 after 4,400,
-# whose weights were kept; at the end it is 42.6, and the loss 1.594 (1.686).
-# With the beam that is 43.7, where the tenth line's seeds have 42.4 to 42.8
-# and the ninth's 42.7 to 43.1, and on the test set **42.3**, where those have
-# 40.5 to 41.1 and 41.0 to 41.2. (Against seed 0 of the tenth line p is 0.001
-# and 0.004, against the published model, seed 0 of the ninth, 0.07 and 0.01.)
-# Seed 1 has 42.8 on validation and 41.4 on the test set (166 minutes, in
-# parts, beside other programs; for 17 of them it was halted). Seed 2 has 43.5
-# and 41.3 (91 minutes, other programs beside a part of them). These three are
-# the twelfth line, the best from English to German: 41.7 ± 0.5. Such a model
-# learns more by heart, too: on training text the loss of seed 0 falls to 0.56,
-# that of the tenth line to 0.84. Whether the real pairs alone would be enough
-# for such a model, we have not tried. Its weights take 15.6 MB in 16 bits,
-# which is too much for this repository, so it is not published.
+# `--d-model 256 --d-ff 512`, and otherwise the command and the text of the
+# tenth line, it has 7.8 million weights, not 2.6. (4,800 updates took 89
+# minutes, beside other programs in the first quarter; seed 0, commit
+# `a76127f`. The rate follows the width by the paper's formula, so its peak is
+# 0.0021, not 0.0030.) Greedily BLEU on validation is 39.0 after 2,000 updates,
+# where the tenth line's seed 0 has 35.7, 41.3 after 2,800 (39.9), and 42.9
+# after 4,400, whose weights were kept; at the end it is 42.6, and the loss
+# 1.594 (1.686). With the beam that is 43.7, where the tenth line's seeds have
+# 42.4 to 42.8 and the ninth's 42.7 to 43.1, and on the test set **42.3**,
+# where those have 40.5 to 41.1 and 41.0 to 41.2. (Against seed 0 of the tenth
+# line p is 0.001 and 0.004, against the published model, seed 0 of the ninth,
+# 0.07 and 0.01.) Seed 1 has 42.8 on validation and 41.4 on the test set (166
+# minutes, in parts, beside other programs; for 17 of them it was halted). Seed
+# 2 has 43.5 and 41.3 (91 minutes, other programs beside a part of them). These
+# three are the twelfth line, the best from English to German: 41.7 ± 0.5. Such
+# a model learns more by heart, too: on training text the loss of seed 0 falls
+# to 0.56, that of the tenth line to 0.84. Whether the real pairs alone would
+# be enough for such a model, we have not tried. Its weights take 15.6 MB in 16
+# bits, which is too much for this repository, so it is not published.
 #
 # **The closest of the beam** (*Levers beyond the paper*) brought the ninth
 # line's model, seed 0, less than nothing. Both German-English models, the
 # published one and the one that went on (below), wrote an English text for
-# each German one. For these and for the real English ones it wrote German, of
-# which the closest of eight was taken. That makes 174,000 pairs, half of them
-# with real German:
+# each German one. For these and for the real English ones, the ninth line's
+# model wrote German: eight texts for each, of which the closest was taken.
+# That makes 174,000 pairs, half of them with real German:
 #
 # `python annotated_transformer.py diversify --corpus multi30k --src en --tgt
 # de --model results/model-de-en-more --model results/model-de-en --alpha 1.5
@@ -20217,9 +20246,9 @@ def speaks_for_all(store):
 # first: `--src fr --tgt en --preset laptop --steps 14000`, which took 32
 # minutes on two cores (the French-English line, `results/model-fr-en`). It and
 # `results/model-en-fr`, which is seed 2 of the third French line, wrote 58,000
-# pairs in four minutes, with which and with the real ones the latter went on
-# for 4,000 updates (54 minutes; all else, but for names and languages, as in
-# the two commands above; both with seed 0, commit `61a2471`). Greedily BLEU on
+# pairs in four minutes. With these and the real ones, the latter went on for
+# 4,000 updates (54 minutes; all else, but for names and languages, as in the
+# two commands above; both with seed 0, commit `61a2471`). Greedily BLEU on
 # validation is 58.6 before, a little less while the rate is high, 59.7 after
 # 3,000 updates and 59.4 at the end; those of update 3,000 were kept. With the
 # beam it is 60.1, after 59.5 (p = 0.03), and on the test set **61.4**, after
@@ -20245,17 +20274,17 @@ def speaks_for_all(store):
 # sixth French line, the best of a single model to French. Read back by
 # `results/model-fr-en` with the settings that other models had chosen (a beam
 # of eight, λ = 0.1; *Reading back*, below), seed 0 has 60.7 and 62.3 (p = 0.2
-# and 0.02), and seed 1 60.9 and 62.1. What comes of the width, and what of a
-# text that better models wrote, these two can't tell. They are as large as the
-# German ones, and not published either.
+# and 0.02), and seed 1 60.9 and 62.1. How much is due to the width, and how
+# much to a text that better models wrote, these two can't tell. They are as
+# large as the German ones, and not published either.
 #
 # **Wider still?** On a GPU this is soon tried. Two widths, 384 and 512 (the
 # networks twice as wide as that, heads of 64), on two texts: that of the sixth
 # line, and one of 145,000 pairs, for which its two models wrote the French
-# once more each. Else as there, but that an update is one part, not two,
-# attention is in 16 bits, and by Equation 3 the peak of the rate falls with
-# the width, from 0.0021 to 0.0017 and 0.0015. The four shared an H200 and made
-# 207,000 to 208,000 tokens a second each (seed 0, commit `201e130`;
+# once more each. All else is as there, except that an update is one part, not
+# two, attention is in 16 bits, and, by Equation 3, the peak of the rate falls
+# with the width, from 0.0021 to 0.0017 and 0.0015. The four shared an H200 and
+# made 207,000 to 208,000 tokens a second each (seed 0, commit `201e130`;
 # `results/gpu-wider-en-fr.json`). We had the GPU for 4,320 to 4,660 updates of
 # the 4,800, so the weights of update 4,000 count:
 #
@@ -20374,17 +20403,17 @@ def speaks_for_all(store):
 # The two that had no part in the choice gain as well, and on both sets. From
 # German to English **43.6** after 42.8 on the test set (p = 0.001), where the
 # wider beam alone has 42.9 (though on validation it has as much alone, 43.9,
-# as read back, 43.8); and to French **61.9** after 61.4 (p = 0.005), where it
-# alone has 61.3. So to French, too, the second model does it. These are the
-# best translations by published models, two each. (To French the sixth line,
-# twice as wide, has more.)
+# as read back, 43.8); and to French **61.9** after 61.4 (p = 0.005), where the
+# wider beam alone has 61.3. So to French, too, the gain comes from the second
+# model. These are the best translations by published models, two each. (To
+# French the sixth line, twice as wide, has more.)
 #
-# A choice from eight does not exhaust the beam: with the one of each eight
-# that is most like the reference, which only a look at the reference can tell,
-# it would be 54.9 to German and 53.9 to English on validation. (Much of that
-# is chance, as one of eight will happen to be worded like the one reference.
-# It is a bound, not what a better judge would reach. And as two models were
-# used, there is no line for it under *Multi30k, measured*.)
+# A choice from eight does not exhaust the beam: if the one of each eight that
+# is most like the reference were taken, which only a look at the reference can
+# tell, BLEU on validation would be 54.9 to German and 53.9 to English. (Much
+# of that is chance, as one of eight will happen to be worded like the one
+# reference. It is a bound, not what a better judge would reach. And as two
+# models were used, there is no line for it under *Multi30k, measured*.)
 #
 # **Voting** (*Levers beyond the paper*). The first three published models
 # (`model-de-en`, `model-en-de`, `model-en-fr`), each alone, on the validation
@@ -20442,8 +20471,8 @@ def speaks_for_all(store):
 # against that. To German it costs 0.2 at the most, for the plain texts are no
 # shorter than the references. But to English the brevity penalty falls from
 # 0.997 to 0.971. Without it BLEU would have gone from 41.5 to 42.1: more of
-# what is written is right, and too little is written. Who lets a beam vote
-# should look at the length first.
+# what is written is right, and too little is written. Anyone who lets a beam
+# vote should look at the length first.
 
 # %% [markdown]
 # ### The published model, and its attention
@@ -20619,8 +20648,8 @@ def two_verdicts():
 
 # %% [markdown]
 # And *voting* (in the same chapter), where the German-English model is alone.
-# Of each text, in the order of the beam, its probability, how like it is to
-# the eight (τ = 1), and a star at the one that is elected:
+# For each text, in the order of the beam: its probability, how like the eight
+# it is (τ = 1), and a star beside the one that is elected:
 
 
 # %%
@@ -20733,8 +20762,9 @@ def how_it_learned():
 # (Seen are all 29,000 pairs: `evaluate --split train --beam 1`; commit
 # `6b986a7`, `model-de-en` `b75af4a`, `en-de-mean` `b93b75b`, `model-en-de`
 # `5d1c499` and `model-en-fr` `f01b437`.) What they have seen they know far
-# better than what they have not. This *overfitting* comes of reading 29,000
-# captions again and again, the French one more than a hundred times.
+# better than what they have not. This *overfitting* comes from reading the
+# same 29,000 captions again and again; the French model read them more than a
+# hundred times.
 #
 # What helps is more text, which we don't allow ourselves here, or text that is
 # not the same each time. `en-de-plain`, the fifth English-German line of the
@@ -20766,13 +20796,14 @@ def how_it_learned():
 # b_{oi} = \mathrm{round}(W_{oi} / g_o)$$
 #
 # By hand: x = (1, −0.5, 0.25) has the factor 1/127 and the integers 127, −64
-# and 32 (63.5 and 31.75, rounded). This is *dynamic* quantization: the
-# factors of x are found anew for each x, so no sample of data is needed
-# beforehand. And because each row has its own, the other sentences of a
-# batch do not matter. Everything else stays in 32 bits: attention's own
-# products, norms, softmax, sums, and the rows that an embedding looks up. In 8
-# bits are the linear maps, and the product of the states with the target's
-# embedding that gives the logits; it is the largest of all when V is large.
+# and 32 (63.5 and 31.75, rounded). This is *dynamic* quantization: the factors
+# of x are found anew for each x, so no sample of data is needed beforehand.
+# And because each row has its own, the other sentences of a batch do not
+# matter. Everything else stays in 32 bits: attention's own products, norms,
+# softmax, sums, and the rows that an embedding looks up. Two things are in 8
+# bits: the linear maps, and the product of the states with the target's
+# embedding that gives the logits. That product is the largest of all when V is
+# large.
 
 
 # %%
@@ -20889,8 +20920,8 @@ def int8_products_are_close():
 # %% [markdown]
 # On the command line it is `--int8`, for `translate` and `evaluate`. It may
 # pay where the processor has instructions for such products, and large models
-# more than small ones. How many times as fast is decoding by 8 bits, and by 16
-# (`--half`), as in 32? Greedily, and with a beam of five, by
+# more than small ones. How many times as fast as in 32 bits is decoding in 8,
+# and in 16 (`--half`)? Greedily, and with a beam of five, by
 # `benchmarks/decoding_peers.py`:
 #
 # <!-- fewer bits: tools/results.py -->
@@ -20953,7 +20984,7 @@ def int8_products_are_close():
 # small letters (`--lowercase`) wants `text.lower()`. A model of whole words
 # has no `pieces.model`; its tokens are the words that `tokenize` gives.
 #
-# What has to be said to CTranslate2, and what is easily got wrong:
+# What CTranslate2 has to be told, and what is easily got wrong:
 #
 # * Queries, keys and values of self-attention are one matrix there, one
 #   below the other; in cross-attention, keys and values are.
@@ -21127,14 +21158,15 @@ QUANTIZATIONS = (
 #
 # Every claim of the paper that this book examines, in the order of its
 # sections, with the verdict of this run and what was found. No finding is
-# typed in: each comes from the cell that examined the claim. (Of those that
-# can't be checked here, the line says why.) Not all are findings. Where the
-# paper says how it is built (what is added, shared, dropped), *verified* means
-# that our code does so and works; where it compares its own numbers, that they
-# add up. And some are not the paper's own. The two of Section 5.3 that name
-# Xiong et al. are theirs. Of three settings of Section 6.1 (the beam, the
-# search that ends early, the mean of checkpoints) the paper says that it uses
-# them, not what they bring: that they help is what one expects.
+# typed in: each comes from the cell that examined the claim. (For those that
+# can't be checked here, the line says why.) Not every line is a finding. Where
+# the paper says how the model is built (what is added, shared, dropped),
+# *verified* means that our code does so and works; where it compares its own
+# numbers, that they add up. And some are not the paper's own. The two of
+# Section 5.3 that name Xiong et al. are theirs. Of three settings of Section
+# 6.1 (the beam, the search that ends early, the mean of checkpoints) the paper
+# says that it uses them, not what they bring: that they help is what one
+# expects.
 
 # %% tags=["plumbing"]
 VERDICTS = (
@@ -21202,9 +21234,9 @@ def the_ledger():
 # examined under its `unless`, to see that the verdict can change. The long
 # forms have more seeds, updates or sentences, or another corpus. Where one
 # differs from the short form above, trust the long one: three seeds often
-# decide nothing. They found (`make claims`; seed 0 where no other is named;
-# each on one core of an AMD EPYC; `results/claims.json` has the commit and the
-# settings of each):
+# decide nothing. The long forms found (`make claims`; seed 0 where no other is
+# named; each on one core of an AMD EPYC; `results/claims.json` has the commit
+# and the settings of each):
 #
 # <!-- long claims: tools/results.py -->
 #
