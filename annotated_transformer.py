@@ -8404,8 +8404,8 @@ def dropout_keeps_the_mean():
 
 # %% [markdown]
 # **Products by oneDNN.** Nearly all of an update's arithmetic is products of
-# matrices. For Intel's and AMD's processors PyTorch comes with two libraries
-# for them. Numbers of 32 bits go to MKL, which is Intel's, and those of 16
+# matrices. On Intel's and AMD's processors PyTorch has two libraries for these
+# products. Numbers of 32 bits go to MKL, which is Intel's, and those of 16
 # bits to oneDNN, which can multiply both. On two cores of a newer AMD EPYC,
 # with 32 bits, MKL makes 219 · 10⁹ operations a second, and oneDNN 488
 # (sources: `benchmarks/README.md`). It seems that MKL leaves the widest
@@ -8709,11 +8709,11 @@ def half_pays(device):
 # which we have shown to be equal, and which need not keep the weights of all
 # heads for the backward pass. (On a processor it does keep them where
 # attention weights are dropped, `attention_dropout`.) But torch's function is
-# made for long texts. A batch of captions has a hundred short ones or more,
-# each with several heads, and the function takes them one by one. The formula
-# of Section 3.2.1 hands all of them to a library, MKL, in one call. Up to some
-# 24 places that is faster, and it keeps few weights: 24 numbers or fewer for
-# each query, which itself has 32 or 64.
+# made for long texts. A batch of captions has a hundred short ones or so, each
+# with several heads, and the function takes them one by one. The formula of
+# Section 3.2.1 hands all of them to a library, MKL, in one call. Up to some 24
+# places that is faster, and it keeps few weights: 24 numbers or fewer for each
+# query, which itself has 32 or 64.
 
 
 # %%
@@ -9214,8 +9214,8 @@ def compiled_gradient(model, half=False, dynamic=True):
 # GPU keep their numbers at hand. So there can be a kernel that reads queries,
 # keys and values once, writes the heads once, and leaves nothing new in memory
 # for the way back. The way back reads the same inputs once more, and computes
-# the weights again. It reads the joint product of queries, keys and values as
-# it lies, without a copy for each head.
+# the weights again. Both ways read the joint product of queries, keys and
+# values as it lies, without a copy for each head.
 #
 # *Triton*, which comes with PyTorch for NVIDIA's GPUs on Linux, makes kernels
 # from functions in a subset of Python. Many runs of such a function go side by
@@ -12267,7 +12267,7 @@ def four_beginnings_beat_one(width=4):
 # %% [markdown]
 # Two more settings of the paper: no output is more than 50 tokens longer than
 # its source (tried on a model that hardly ever ends by itself); and the search
-# ends early when it can. The paper does not say so, but this must cost
+# ends early when it can. This, though the paper does not say so, must cost
 # nothing. (It would, if the first sentence that ends were taken: that is
 # `careless`.)
 
@@ -16040,7 +16040,7 @@ def read_back(translator, back, sources, lists, weight=0.25):
 
 # %% [markdown]
 # The verdict on each pair must be the model's own, whatever stands beside that
-# pair in the batch; and the scores must be the sums of the two:
+# pair in the batch; and the scores must be the sums of the two verdicts:
 
 
 # %%
@@ -20246,18 +20246,18 @@ def speaks_for_all(store):
 # first: `--src fr --tgt en --preset laptop --steps 14000`, which took 32
 # minutes on two cores (the French-English line, `results/model-fr-en`). It and
 # `results/model-en-fr`, which is seed 2 of the third French line, wrote 58,000
-# pairs in four minutes. With these and the real ones, the latter went on for
-# 4,000 updates (54 minutes; all else, but for names and languages, as in the
-# two commands above; both with seed 0, commit `61a2471`). Greedily BLEU on
-# validation is 58.6 before, a little less while the rate is high, 59.7 after
-# 3,000 updates and 59.4 at the end; those of update 3,000 were kept. With the
-# beam it is 60.1, after 59.5 (p = 0.03), and on the test set **61.4**, after
-# 60.4 (p = 0.002); chrF gains 0.6 and 0.7. That is the fifth French line, and
-# `results/model-en-fr-more`; *the published English-French model* is the one
-# before. The loss of real sentences stays at 1.08. (Longer training alone is
-# no likely cause here, as from update 5,000 on the validation loss of the
-# third line fell no more; but we have not tried it.) So in three directions of
-# three this lever gains on both sets.
+# pairs in four minutes. With these and the real ones, `results/model-en-fr`
+# went on for 4,000 updates (54 minutes; all else, but for names and languages,
+# as in the two commands above; both with seed 0, commit `61a2471`). Greedily
+# BLEU on validation is 58.6 before, a little less while the rate is high, 59.7
+# after 3,000 updates and 59.4 at the end; those of update 3,000 were kept.
+# With the beam it is 60.1, after 59.5 (p = 0.03), and on the test set
+# **61.4**, after 60.4 (p = 0.002); chrF gains 0.6 and 0.7. That is the fifth
+# French line, and `results/model-en-fr-more`; *the published English-French
+# model* is the one before. The loss of real sentences stays at 1.08. (Longer
+# training alone is no likely cause here, as from update 5,000 on the
+# validation loss of the third line fell no more; but we have not tried it.) So
+# in three directions of three this lever gains on both sets.
 #
 # **And twice as wide, to French.** The command of the twelfth German line once
 # more, for French (`--corpus runs/en-fr-more2 --tgt fr`): from random weights,
