@@ -8712,8 +8712,9 @@ def half_pays(device):
 # made for long texts. A batch of captions has a hundred short ones or so, each
 # with several heads, and the function takes them one by one. The formula of
 # Section 3.2.1 hands all of them to a library, MKL, in one call. Up to some 24
-# places that is faster, and it keeps few weights: 24 numbers or fewer for each
-# query, which itself has 32 or 64.
+# places that was faster where we measured it, on two cores of an AMD EPYC; and
+# it keeps few weights: 24 numbers or fewer for each query, which itself has 32
+# or 64.
 
 
 # %%
@@ -9049,9 +9050,11 @@ def one_technique_after_another():
 # loss in slices between 1.4 and nothing, and the whole 3.6 to 4.9. Our own
 # formula for attention, where texts are short, makes an update 1.06 times as
 # fast there in 32 bits as torch's, and 1.15 times in 16; fused Adam brings
-# next to nothing. In the small updates above attention brings more. And the
-# last form is not at the limit: what remains are the many small operations
-# between the products, which wait for memory.
+# next to nothing. In the small updates above attention brings more. (Their run
+# that is stored here is that EPYC's; the rates that are stored at the head of
+# this chapter are a newer one's.) And the last form is not at the limit: what
+# remains are the many small operations between the products, which wait for
+# memory.
 #
 # On other processors it is different. With units for whole matrices in 16 bits
 # (AMX) the limit is several times as high, and the forms in 16 bits reach a
@@ -9541,11 +9544,10 @@ def as_graph(work, device, pool=None):
 # * **Products joined.** Queries, keys and values of a layer are one product;
 #   so are the keys and values that all layers take from the memory.
 # * **Small products together.** A step of attention is thousands of tiny
-#   products: each query with the keys of its own sentence and head. The fused
-#   attention, made for long texts, takes them one by one. MKL multiplies many
-#   pairs of small matrices in one call, and two such calls, with the softmax
-#   between them, are done sooner. (PyTorch uses MKL for products of 400
-#   multiplications or more. So at least sixteen places are read, the empty
+#   products: each query with the keys of its own sentence and head. As for
+#   short texts in training, MKL takes all of them in one call; here the scale
+#   and the mask go into the first call, too. (PyTorch uses MKL for products of
+#   400 multiplications or more. So at least sixteen places are read, the empty
 #   ones masked: enough for heads of 25 numbers and more.)
 # * **Room ahead.** The kept keys have more room than is filled. A new one is
 #   written into its place, and nothing else moves. Where a sentence has
