@@ -68,12 +68,12 @@ def built(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def toy_translator():
-    """The book's own, cached there, but after fewer and smaller updates.
+    """The book's own, cached there, but after fewer updates.
 
     What the book's recipe reaches is told by its notebook: see
-    test_project.py.
+    test_notebook.py.
     """
-    shorter = dict(steps=400, warmup=150, batch_tokens=1024, max_tokens=1024)
+    shorter = dict(steps=400, warmup=100)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in shorter.items():
             patch.setitem(book.TOY_RECIPE, name, value)
