@@ -4,6 +4,10 @@
 
 PYTHON ?= python3
 PY := .venv/bin/python
+# pip would compile all that it installs, of which most is never imported. What
+# is, Python compiles once by itself, where it may write.
+INSTALL = $(PY) -m pip install --quiet -c constraints.txt \
+	$(if $(PYTHONDONTWRITEBYTECODE),,--no-compile)
 STAMP := .venv/.installed
 NOTEBOOK := notebooks/annotated_transformer.ipynb
 
@@ -29,7 +33,7 @@ test: $(STAMP)  ## check the style, run the notebook and every test
 	$(PY) -m pytest --numprocesses=$(PROCESSES) --dist=loadfile --no-loadscope-reorder
 
 bench: $(STAMP)  ## measure speed against the peers; options: make bench ARGS="--quick"
-	$(PY) -m pip install --quiet -r tests/peers.txt -c constraints.txt
+	$(INSTALL) -r tests/peers.txt
 	$(PY) benchmarks/run.py $(ARGS)
 
 claims: $(STAMP)  ## examine the paper's claims in their long form, into results/
@@ -74,7 +78,7 @@ $(STAMP): requirements.txt constraints.txt
 	    "PYTHON=python3.12 make notebook" >&2; exit 1; }
 	@$(WORKS) || "$(PYTHON)" -m venv --clear .venv
 	@echo "Installing into .venv: a minute or more, once ..."
-	@$(PY) -m pip install --quiet -r requirements.txt -c constraints.txt
+	@$(INSTALL) -r requirements.txt
 	@touch $@
 
 # Only where the notebook is missing; `make notebook` renews it.
