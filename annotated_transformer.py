@@ -11679,7 +11679,7 @@ def a_generated_pair():
 # %% [markdown]
 # Two layers of width 128 suffice for so small a language, with a warm-up of
 # 200 updates and two fifths of the rate that Equation 3 then gives (at its
-# peak 0.0025, more than three times base's). Every 100 updates the model
+# peak 0.0025, more than three times base's). Every 150 updates the model
 # translates one sentence of the validation set, so that you can watch it learn
 # to speak.
 #
@@ -11796,8 +11796,8 @@ def its_mistakes():
 # **What to notice.** The verbs are found wherever they hide. What goes wrong
 # is small: a singular for a plural whose form is the same in German
 # (*Schlüssel*: key or keys), *this* for *these*, a word left out; in other
-# runs *a* stands for *an*, or a word is too many, or a phrase is left out.
-# (Which sentences are wrong differs from machine to machine.)
+# runs also *a* for *an*, a word too many, a phrase left out. (Which sentences
+# are wrong differs from machine to machine.)
 #
 # And the question everyone asks of a trained model: *how do I translate my own
 # sentence?* Like this. (Begin with a small letter, unless it is a noun: this

@@ -166,7 +166,7 @@ def test_fast_attention_drops_as_many_weights_as_asked_for(rate):
 def test_what_torch_compiles_has_the_same_gradient(half, monkeypatch):
     """All but the last step, which needs a compiler of C++ or a GPU.
 
-    A layer of each kind has all that is traced; tracing takes seconds.
+    One layer on each side has sublayers of every kind; more take longer.
     """
     traced = partial(torch.compile, backend="aot_eager")
     monkeypatch.setattr(torch, "compile", traced)
