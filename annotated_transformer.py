@@ -1673,7 +1673,7 @@ def dot_products_need_less_memory(n=128, d_k=64, again=False):
     unless={"n": 4, "d": 512},
     full={"rounds": 99},
 )
-def dot_products_are_faster(n=256, d=64, rounds=9):
+def dot_products_are_faster(n=256, d=64, rounds=30):
     x, w = torch.randn(n, d), torch.randn(d)
     W_Q, W_K, W_V, W_O = torch.randn(4, d, d) / math.sqrt(d)
     best = {dot_scores: math.inf, additive_scores: math.inf}
