@@ -5840,8 +5840,8 @@ def learning_rate_curves():
 # %% [markdown]
 # **What to notice.** A longer warm-up means a lower peak, for the two branches
 # meet at n = w. Afterwards all curves of one width coincide. For small batches
-# w and the factor must be tried out. Of the tasks to come, copying digits has
-# w = 200, the small German-English corpus that the book generates has 400, and
+# w and the factor must be tried out. Of the tasks to come, copying digits and
+# the small German-English corpus that the book generates have w = 200, and
 # captions of photographs have 300 (with pre-norm) or 2,000. The warm-up
 # matters: Section 6.2 trains without one, too, and with post-norm the loss is
 # worse.
@@ -5854,7 +5854,7 @@ def learning_rate_curves():
 # the first steps had better be small. A smaller batch has a noisier gradient,
 # and the same model then bears only a lower peak. A smaller model bears a
 # higher one: base peaks at 0.0007, but the copy task at 0.0088, the generated
-# corpus at 0.0022 and the captions at 0.005. The peak is factor / √(D · w): to
+# corpus at 0.0025 and the captions at 0.005. The peak is factor / √(D · w): to
 # halve it, make w four times as large or the factor half. Count w in updates,
 # not epochs, and watch the loss: one that falls and then jumps back to where
 # it began wants a lower peak or a longer w.
@@ -12424,11 +12424,12 @@ def a_growing_beam():
 # %% [markdown]
 # **What to notice.** The two numbers before each sentence are its score and
 # its log P. The best sentence stays in the top row from the first word to the
-# last; the others follow far behind, each wrong in one word (in the run stored
-# here). Beginnings that start with another first word die out soon. This
-# corpus leaves little to doubt; on real text the beam is worth more: on the
-# captions below it gains half a point to a point and a half of BLEU over
-# greedy decoding (on validation, with α = 1.5: *Multi30k, measured*).
+# last; the others follow far behind, each with one word that is wrong or too
+# many (in the run stored here). Beginnings that start with another first word
+# die out soon. This corpus leaves little to doubt; on real text the beam is
+# worth more: on the captions below it gains half a point to a point and a half
+# of BLEU over greedy decoding (on validation, with α = 1.5: *Multi30k,
+# measured*).
 
 # %% [markdown]
 # #### Exercises
@@ -15025,11 +15026,11 @@ def heads_and_their_roles():
 
 
 # %% [markdown]
-# **What to notice.** The clear roles are those that translation needs: the
-# word to be written, and the two halves of a torn verb. (Here one head is the
-# best at two of them: the word, and the last half.) In the encoder of this
-# small model few heads do what a grammar book would have them do. Those that
-# do so look from *hat* to the time, near or far.
+# **What to notice.** In cross-attention the clear roles are those that
+# translation needs: the word to be written, and the two halves of a torn verb.
+# (Here one head is the best at two of them: the word, and the last half.) In
+# the encoder of this small model few heads do what a grammar book would have
+# them do. Those that do so look from *hat* to the time, near or far.
 #
 # The paper's claims, by these scores. We say that a head *has* a role if it
 # looks right at least half of the time, and at least twice as often as the
