@@ -94,7 +94,7 @@
 # | the architecture, Sections 1 to 5 | half a minute |
 # | the copy task | about ten seconds |
 # | the German-English model of this notebook | three quarters of a minute |
-# | this whole notebook | five and a half minutes |
+# | this whole notebook | about six minutes |
 # | real captions (Multi30k), from the command line | an hour or less |
 #
 # (Measured on an AMD EPYC that has instructions for multiplying 16-bit
