@@ -367,6 +367,21 @@ def test_laptop_halves_products_where_it_pays_and_keeps_to_it(
     assert not same(weights(out), weights(other))
 
 
+def test_what_is_asked_for_comes_before_what_pays(monkeypatch):
+    """--onednn is of products in 32 bits; but --half beside it is obeyed."""
+    monkeypatch.setattr(book, "half_pays", lambda device: True)
+    command = ["train", "--corpus", "x", "--out", "new", "--preset", "laptop"]
+
+    def products(*more):
+        args = book.parser().parse_args([*command, *more])
+        recipe = book.settings_of(args)[0]
+        return recipe.half, recipe.onednn
+
+    assert products() == products("--no-onednn") == (True, False)
+    assert products("--onednn") == (False, True)
+    assert products("--half", "--onednn") == (True, False)
+
+
 def test_a_resumed_run_keeps_its_size_of_batches(tmp_path):
     """The default depends on the number of processes, which may change."""
     command = ["train", "--corpus", "x", "--out", str(tmp_path), "--resume"]
@@ -1346,6 +1361,26 @@ def test_of_each_beam_the_text_closest_to_the_real_one_is_written(
     assert "--closest needs" in refused(capsys, *command, "--closest")
 
 
+def test_a_corpus_that_goes_away_meanwhile_is_named(
+    capsys, pairs, small, back, tmp_path, monkeypatch
+):
+    """And not the file that was being written then."""
+    write, pairs = (
+        book.write_translations,
+        shutil.copytree(pairs, tmp_path / "x"),
+    )
+
+    def then_gone(*arguments):
+        write(*arguments)
+        (pairs / "train.en").unlink(missing_ok=True)
+
+    monkeypatch.setattr(book, "write_translations", then_gone)
+    command = diversify(pairs, tmp_path / "larger", small, back)
+    status, _, said = run(capsys, *command)
+    assert status == 2 and "train.en" in said and "restore the corpus" in said
+    assert "not written" not in said
+
+
 def test_one_model_twice_makes_no_more(capsys, pairs, small, tmp_path):
     copied = shutil.copytree(small, tmp_path / "copied")
     command = diversify(pairs, tmp_path / "larger", small, copied)
@@ -1651,6 +1686,15 @@ def test_curves_have_a_line_for_each_loss_of_the_log(tmp_path):
     assert scores == {("validation", 20): 7, ("validation", 40): 9}
 
 
+def test_curves_are_not_drawn_over_a_folder_or_a_pipe(capsys, model, tmp_path):
+    (tmp_path / "a.svg").mkdir()
+    os.mkfifo(tmp_path / "b.svg")
+    for name, said in {"a.svg": "is a folder", "b.svg": "no plain"}.items():
+        out = tmp_path / name
+        message = refused(capsys, "curves", "--model", model, "--out", out)
+        assert said in message and str(out) in message
+
+
 @pytest.mark.parametrize("name", ["curves.doc", "curves"])
 def test_a_picture_of_another_kind_is_refused(capsys, model, tmp_path, name):
     arguments = ["curves", "--model", model, "--out", tmp_path / name]
@@ -1677,7 +1721,7 @@ def test_what_is_missing_is_the_folder(capsys, model, corpus, tmp_path, name):
 
 def test_findings_are_not_written_into_a_folder(capsys, tmp_path):
     said = refused(capsys, "claims", "--out", tmp_path)
-    assert said == f"error: {tmp_path} is a folder; name a file in it"
+    assert said == f"error: {str(tmp_path)!r} is a folder; name a file in it"
 
 
 def test_two_kinds_of_output_need_two_files(
@@ -1964,6 +2008,30 @@ def test_a_description_that_is_damaged_is_named(capsys, own, content):
     (own / "model.json").write_bytes(content)
     message = refused(capsys, *using(own))
     assert str(own / "model.json") in message and "damaged" in message
+
+
+@pytest.mark.parametrize("changes", [
+    {"N": 2.0}, {"d_model": "8"}, {"d_ff": 8.5}, {"shared": "false"},
+    {"dropout": True}, {"norm_first": 1}, {"h": True}, {"dropout": None},
+], ids=repr)  # fmt: skip
+def test_a_setting_of_another_kind_is_named(capsys, own, changes):
+    facts = json.loads((own / "model.json").read_text(encoding="utf-8"))
+    edit(own, config=facts["config"] | changes)
+    message = refused(capsys, *using(own))
+    assert str(own / "model.json") in message and "damaged" in message
+
+
+@pytest.mark.parametrize("words", [{"a": 1}, "abc", [["a"]], 7])
+def test_words_that_are_none_are_named(capsys, own, words):
+    edit(own, tgt_words=words)
+    message = refused(capsys, *using(own))
+    assert str(own / "model.json") in message and "damaged" in message
+
+
+@pytest.mark.parametrize("name", ["model.json", "weights.pt"])
+def test_a_file_in_place_of_its_folder_is_told(capsys, own, name):
+    message = refused(capsys, *using(own / name))
+    assert f"{own / name} is a file; name the folder" in message
 
 
 @pytest.mark.parametrize("name", ["both", "lowercase"])

@@ -202,6 +202,19 @@ def test_only_line_ends_end_a_line(tmp_path, odd):
     assert len(read_lines(path)) == 2
 
 
+@pytest.mark.parametrize("sign", ["\u200b", "\u200e", "\ufeff", "\u3000"])
+def test_a_line_of_signs_that_nobody_sees_is_empty(folder, sign):
+    """Texts from the web have such; they would teach to write nothing."""
+    write(folder, train_de=["kurz", f" {sign}{sign} ", f"{sign}lang"])
+    write(folder, train_en=["short", "one", f"long {sign}"])
+    train, _ = book.training_pairs(folder, "de", "en")
+    assert list(train) == [("kurz", "short"), ("lang", "long")]
+    assert train.facts["empty"] == 1
+    inside = folder / "inside"  # where it may mean something, it stays
+    inside.write_text("\u0645\u06cc\u200c\u062e\u0648\n", encoding="utf-8")
+    assert "\u200c" in read_lines(inside)[0]
+
+
 @pytest.mark.parametrize("content", [b"", b"\n\n", b"  \n", b"\xef\xbb\xbf"])
 def test_an_empty_file_is_named(tmp_path, content):
     path = tmp_path / "train.de"
@@ -231,6 +244,14 @@ def test_a_file_in_utf_16_is_not_taken_for_text_with_zeros(
     assert f"{path}, line 1" in message and "iconv -f utf-16" in message
 
 
+@pytest.mark.parametrize("mark", [b"\xff\xfe", b"\xfe\xff"])
+def test_utf_16_is_known_by_its_mark_where_no_byte_is_zero(tmp_path, mark):
+    path = tmp_path / "train.ko"
+    path.write_bytes(mark + "안녕하세요".encode("utf-16-le"))
+    message = refused(read_lines, path)
+    assert f"{path}, line 1" in message and "iconv -f utf-16" in message
+
+
 def test_a_stray_zero_byte_is_not_taken_for_another_encoding(tmp_path):
     path = tmp_path / "train.de"
     path.write_bytes(b"eins\nzw\0ei\n")
@@ -240,6 +261,10 @@ def test_a_stray_zero_byte_is_not_taken_for_another_encoding(tmp_path):
     path.write_bytes(b"ein\0 gutes Wort\nzwei\n")  # told apart by no mark
     message = refused(read_lines, path)
     assert f"{path}, line 1: a zero byte" in message
+    assert "tr -d" in message and "iconv -f utf-16" in message
+    path.write_bytes(b"ein Wort\n\0zwei\n")  # or the half of a line's end
+    message = refused(read_lines, path)
+    assert f"{path}, line 2: a zero byte" in message
     assert "tr -d" in message and "iconv -f utf-16" in message
 
 
@@ -453,6 +478,16 @@ def test_a_tag_does_not_count_as_length():
     assert len(translator.split("a b c")) == 4  # the tag as well
     assert len(book.pack(translator, pairs, longest=3)) == 80
     assert "at most 2" in refused(book.pack, translator, pairs, None, 2)
+
+
+@pytest.mark.parametrize("number", [20, 3000])
+def test_a_full_disk_is_named_where_pairs_are_packed(tmp_path, number):
+    """Few stay in Python's memory till the file is closed, which fails too."""
+    pairs = [("wort " * 9, "word " * 9)] * number
+    translator = untrained(pairs)
+    with pytest.raises(book.NotWritten) as found, little_room(100):
+        book.pack(translator, pairs, folder=tmp_path)
+    assert f"a temporary file in {tmp_path}" in str(found.value)
 
 
 def test_if_all_pairs_are_too_long_that_is_an_error():

@@ -466,6 +466,20 @@ def test_what_is_not_written_is_named(tmp_path, error, why):
     assert ".part" not in text and not list(tmp_path.iterdir())
 
 
+def test_what_is_no_fault_of_the_disk_is_not_blamed_on_it(tmp_path):
+    for error in (
+        RuntimeError("CUDA error: device-side assert triggered"),
+        torch.cuda.OutOfMemoryError("out of memory"),
+    ):
+
+        def write(path, error=error):
+            raise error
+
+        with pytest.raises(RuntimeError) as found:
+            book.write_whole(tmp_path / "file", write)
+        assert found.value is error
+
+
 def test_a_log_that_cannot_be_written_names_itself_and_the_remedy(
     capsys, few, tmp_path, monkeypatch
 ):
@@ -646,7 +660,7 @@ def test_compile_reaches_the_model(few, small, tmp_path, monkeypatch, capsys):
     assert not compiled
     trained(few, tmp_path / "compiled", 1, "--compile")
     [(states, how), (of_slice, _)] = compiled
-    assert states.__func__ is book.Transformer.states and how["dynamic"]
+    assert states is book.Transformer.states and how["dynamic"]
     assert of_slice is book.plain_slice_of_loss
     monkeypatch.undo()
     monkeypatch.setattr(shutil, "which", lambda name: None)
@@ -656,6 +670,62 @@ def test_compile_reaches_the_model(few, small, tmp_path, monkeypatch, capsys):
         book.check_compiler(torch.device("cuda"))
 
 
+@pytest.mark.parametrize("there, named, found", [
+    (["g++"], None, True), (["clang++"], None, False),
+    (["clang++"], "clang++", True), (["clang++", "g++"], "other", False),
+])  # fmt: skip
+def test_the_compiler_asked_for_is_the_one_that_torch_takes(
+    there, named, found, monkeypatch
+):
+    """On Linux g++, or what CXX names: no other is tried."""
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(shutil, "which", lambda name: name in there)
+    monkeypatch.delenv("CXX", raising=False)
+    if named:
+        monkeypatch.setenv("CXX", named)
+    if found:
+        book.check_compiler(torch.device("cpu"))
+    else:
+        with pytest.raises(book.InputError, match=named or "g\\+\\+"):
+            book.check_compiler(torch.device("cpu"))
+
+
+def test_a_run_that_began_meanwhile_is_not_written_over(
+    capsys, few, small, tmp_path, monkeypatch
+):
+    """While this one still read the corpus, say for minutes."""
+    out, prepare = tmp_path / "out", book.prepare_training
+
+    def slowly(*arguments):
+        prepared = prepare(*arguments)
+        (out / "checkpoint.pt").write_bytes(b"precious")
+        return prepared
+
+    monkeypatch.setattr(book, "prepare_training", slowly)
+    message = refused(capsys, *training_command(few, out, 2))
+    assert f"{out} holds a model already" in message
+    assert (out / "checkpoint.pt").read_bytes() == b"precious"
+    assert not (out / "log.jsonl").exists()
+
+
+@pytest.mark.parametrize("change, possible", [
+    (["--warmup", 7], True), (["--layers", 2], False),
+])  # fmt: skip
+def test_only_a_remedy_that_can_be_followed_is_named(
+    capsys, few, small, tmp_path, change, possible
+):
+    """By --from a model may get another rate, but not other sizes."""
+    out = trained(few, tmp_path / "out", 2)
+    command = training_command(few, out, 2, *change)
+    message = refused(capsys, *command, "--resume")
+    assert ("--from" in message) is possible
+    command = training_command(few, tmp_path / "new", 2, *change)
+    words = command.index("--pieces")  # the model's own, too
+    del command[words : words + 2]
+    status, _, _ = run(capsys, *command, "--from", out)
+    assert (status == 0) is possible
+
+
 @pytest.mark.parametrize(
     "changes, named",
     [
@@ -663,6 +733,7 @@ def test_compile_reaches_the_model(few, small, tmp_path, monkeypatch, capsys):
         ({"r_drop": 5.0}, "--r-drop"),
         ({"bpe_dropout": 0.1}, "--bpe-dropout"),
         ({"max_tokens": 500}, "--max-tokens 1000"),
+        ({"max_tokens": 500, "resume": True}, "go on without --record"),
         ({"device": "cpu"}, "NVIDIA GPU"),
         ({"processes": 2}, "several processes"),
     ],
@@ -673,6 +744,7 @@ def test_what_cannot_be_recorded_is_refused(changes, named, monkeypatch):
     facts = dict(batch_tokens=1000, max_tokens=1000) | changes
     device = torch.device(facts.pop("device", "cuda"))
     args = types.SimpleNamespace(compile=facts.pop("compile", False))
+    args.resume = facts.pop("resume", False)
     with pytest.raises(book.InputError, match=named):
         book.check_record(args, device, book.Recipe(**facts))
 

@@ -12,6 +12,7 @@ import unicodedata
 from collections import Counter
 
 import pytest
+import torch
 from helpers import ONE_THREAD, SCRIPT
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -250,10 +251,46 @@ def test_a_model_of_one_direction_cannot_be_reversed(german):
         german.reversed()
 
 
+def test_the_other_direction_is_of_the_same_class_and_writes_as_that():
+    class Own(book.Translator):
+        def begin(self):
+            return "own"
+
+    model = untrained(KOREAN * 30, ("ko", "en"), 120, both=True)
+    vocabularies = model.src_vocab, model.tgt_vocab
+    there = Own(model.model, vocabularies, ("ko", "en"), both=True)
+    there.kind = torch.bfloat16
+    back = there.reversed()
+    assert back.begin() == "own" and back.kind is torch.bfloat16
+    assert (back.src, back.tgt) == ("en", "ko")
+    assert (there.src, there.tgt) == ("ko", "en")
+    again = back.reversed()
+    assert (again.src, again.tgt) == ("ko", "en")
+
+
 @pytest.mark.parametrize("texts", [[], ["", ""]])
 def test_pieces_of_no_text_are_refused(texts):
     with pytest.raises(book.InputError, match="no text to learn"):
         book.Pieces.learn(texts, 100)
+
+
+@pytest.mark.parametrize("read", [0, 1, 40])
+@pytest.mark.parametrize(
+    "error",
+    [KeyboardInterrupt(), InputError("line 3: not UTF-8"), OSError(5, "I/O")],
+    ids=repr,
+)
+def test_what_is_wrong_with_the_texts_is_not_blamed_on_the_pieces(error, read):
+    """sentencepiece gives all that is raised while it reads a name of its own;
+    so Ctrl-C would not stop it."""
+
+    def texts():
+        yield from ["ein Hund läuft", "zwei Hunde laufen"] * (read // 2)
+        raise error
+
+    with pytest.raises(type(error)) as found:
+        book.Pieces.learn(texts(), 40)
+    assert found.value is error
 
 
 @pytest.mark.parametrize("wish", ["both", "lowercase"])

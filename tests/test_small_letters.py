@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import types
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,15 @@ def test_what_is_written_is_small(translator):
     for text in (translator.join([*ids]), other.join([*ids])):
         assert text == text.lower() and "hund" in text.split()
     assert other.split("HUND") == translator.split("hund")
+
+
+def test_the_text_closest_to_a_reference_is_that_in_small_letters(translator):
+    """The exact one, though one with wrong words has more of the capitals."""
+    reference = "Ein Hund jagt einen Ball ."
+    texts = ["sund jagt einen all .", reference.lower()]
+    found = [types.SimpleNamespace(tokens=text) for text in texts]
+    translator.join = lambda text: text
+    assert book.closest(translator, [found], [reference]) == texts[1:]
 
 
 def test_pieces_are_needed():

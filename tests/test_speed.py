@@ -1,5 +1,6 @@
 """Making it fast: each fast form computes what the plain one does."""
 
+import copy
 import gc
 import itertools
 import mmap
@@ -743,6 +744,59 @@ def test_fast_leaves_maps_that_are_more_than_a_matrix_as_they_are(new, half):
     book.backward_in_slices(model, batch, batch.count(), 0.1)
     for name, weight in attention.W_Q.named_parameters():
         assert weight.grad is not None and weight.grad.any(), name
+
+
+class Doubling(torch.nn.Linear):
+    """A map that is more than its matrix and its bias."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize(
+    "new", [Doubling, partial(torch.nn.Linear, bias=False)]
+)
+def test_fast_leaves_feed_forward_networks_of_other_maps(new):
+    """In 16 bits only the book's own is computed in one go."""
+    model = book.tiny_model(dropout=0.0)
+    network = model.encoder.layers[0].feed_forward
+    network.W_1 = new(model.config.d_model, model.config.d_ff)
+    batch = next(some_batches())
+    expected = model(batch.src, batch.read)
+    book.fast(model, half=True).train()
+    assert type(network) is book.FeedForward
+    others = model.encoder.layers[1].feed_forward
+    assert type(others) is book.HalfFeedForward
+    found = model(batch.src, batch.read)
+    assert (found - expected).norm() < 0.02 * expected.norm()
+
+
+def biased(model):
+    """Give a layer's queries, keys and values biases."""
+    D, attention = model.config.d_model, model.decoder.layers[0].self_attention
+    for name in ("W_Q", "W_K", "W_V"):
+        setattr(attention, name, torch.nn.Linear(D, D))
+    return model
+
+
+@pytest.mark.parametrize("change", [biased, lambda m: book.narrow(m, 2)])
+def test_a_writer_refuses_matrices_of_other_shapes(change):
+    with pytest.raises(book.InputError, match="was changed in this model"):
+        book.Writer(change(book.tiny_model()))
+
+
+def test_a_copy_of_a_compiled_model_has_weights_of_its_own(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, **how: function)
+    model = book.fast(book.tiny_model())
+    book.compiled_gradient(model)
+    twin, batch = copy.deepcopy(model), next(some_batches())
+    for mode in (True, False):
+        before = model.train(mode).states(batch.src, batch.read)
+        with torch.no_grad():
+            for weight in twin.train(mode).parameters():
+                weight.zero_()
+        assert not twin.states(batch.src, batch.read).equal(before)
+        assert model.states(batch.src, batch.read).equal(before)
 
 
 def words_of(*vocab):

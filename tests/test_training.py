@@ -347,6 +347,31 @@ def test_batches_in_a_list_are_read_one_after_the_other():
         weights_after(book.tiny_model(), batches, recipe)
 
 
+def test_an_update_of_padding_alone_is_refused_and_harms_nothing():
+    """0/0 would make every weight NaN, before anything is said."""
+    model = book.tiny_model()
+    before = [weight.clone() for weight in model.parameters()]
+    batch = book.Batch(torch.tensor([[5, 2]]), torch.tensor([[1, 0]]))
+    recipe = Recipe(steps=1, batch_tokens=400, max_tokens=400)
+    with pytest.raises(InputError, match="update 1 has no target token"):
+        weights_after(model, [batch], recipe)
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+@pytest.mark.parametrize(
+    "gradient", [book.backward, book.backward_in_slices, book.backward_r_drop]
+)
+def test_what_is_frozen_stays(gradient):
+    """The matrix of words, too, whose gradient is in part made by hand."""
+    model = book.fast(book.tiny_model())
+    matrix = model.tgt_embedding.weight.requires_grad_(False)
+    before = matrix.clone()
+    recipe = Recipe(steps=2, warmup=1, batch_tokens=400, max_tokens=400)
+    batches = book.stream(random_pairs(), 400)
+    weights_after(model, batches, recipe, gradient=gradient)
+    assert matrix.equal(before)
+
+
 def test_a_small_model_learns_its_training_set():
     pairs = random_pairs(12, 4)
     recipe = Recipe(
