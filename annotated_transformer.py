@@ -18266,14 +18266,15 @@ class Run:
     seconds: float = 0.0  # spent on updates
     best: float = -1.0  # validation BLEU of weights.pt
     best_loss: float = math.inf  # and their loss: of equal BLEU it decides
+    due: bool = False  # saved, but its validation is still to come
 
     @property
     def model(self):
         return self.translator.model
 
-    def save(self, folder):
+    def save(self, folder, due=False):
         """Write checkpoint.pt; of several processes, all must call this."""
-        device = next(self.model.parameters()).device
+        self.due, device = due, next(self.model.parameters()).device
         states = everyone(random_state(device))  # each draws its own dropout
         if not first():
             return
@@ -18285,6 +18286,7 @@ class Run:
             "description": json.dumps(self.description),
             "numbers": [self.step, self.seconds, self.best, self.best_loss],
             "device": device.type,
+            "due": due,
         }
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / "checkpoint.pt", lambda p: torch.save(state, p))
@@ -18312,6 +18314,7 @@ class Run:
                 self.moving.weights = [w.to(device) for w in state["moving"]]
             self.step, self.seconds, self.best, *loss = state["numbers"]
             self.best_loss = loss[0] if loss else math.inf  # older runs
+            self.due = state.get("due", False)
             states = torch.atleast_2d(state["random"])
             (rank, number), seed = place(), self.description["recipe"]["seed"]
             if len(states) == number:
@@ -18405,13 +18408,18 @@ def saved_description(folder):
 class Log:
     """log.jsonl in a folder, and TensorBoard's files if asked for."""
 
-    def __init__(self, folder, step, tensorboard=False):
-        """Go on after update `step`; what was logged later is dropped."""
+    def __init__(self, folder, step, tensorboard=False, due=False):
+        """Go on after update `step`; what was logged later is dropped.
+
+        `due`: and of that update all but its training loss.
+        """
         self.path, self.board = folder / "log.jsonl", None
         if not first():
             return
         folder.mkdir(parents=True, exist_ok=True)
         kept = [line for line in read_log(folder) if line["step"] <= step]
+        if due:
+            kept = [e for e in kept if e["step"] < step or "loss" in e]
         text = "".join(json.dumps(line) + "\n" for line in kept)
         write_whole(self.path, lambda p: p.write_text(text, encoding="utf-8"))
         if tensorboard:
@@ -18632,6 +18640,20 @@ def begin_or_resume(run, recipe, folder, options):
         if rank:  # the first goes on from where the model was made
             torch.manual_seed(own_seed(recipe.seed, rank))
         run.save(folder)  # from here on, it can be resumed
+        everyone("saved")
+        if not all(everyone(comes(folder / "checkpoint.pt"))):
+            raise InputError(
+                f"{folder}: not every process sees what the first wrote; all "
+                "machines must see the same folder"
+            )
+
+
+def comes(path, patience=10):
+    """Whether a file is there; on a network it may take some seconds."""
+    end = time.monotonic() + patience
+    while not path.exists() and time.monotonic() < end:
+        time.sleep(0.5)
+    return path.exists()
 
 
 # %% [markdown]
@@ -18663,8 +18685,10 @@ def gradient_for(run, recipe, compiled=False):
 # a second Ctrl-C ends it at once. (A second SIGTERM changes nothing: many
 # queues send one to every process, and `torchrun` passes on its own. It then
 # waits for 30 seconds before it kills, or for as many as `--shutdown-timeout`
-# gives it.) Several processes must end after the same update, so after each
-# they ask each other.
+# gives it.) A validation may take longer than that. So each checkpoint is
+# written before its validation, and once more after it, with what was found;
+# a run that was killed between the two begins with the validation. Several
+# processes must end after the same update, so after each they ask each other.
 
 
 # %% tags=["plumbing"]
@@ -18738,7 +18762,7 @@ def train_translator(run, train, val, recipe, folder, options, request=None):
     """
     begin_or_resume(run, recipe, folder, options)
     say = options["say"]
-    log = Log(folder, run.step, options["tensorboard"])
+    log = Log(folder, run.step, options["tensorboard"], run.due)
     batches = stream(
         epochs(run, train, recipe), recipe.max_tokens, recipe.seed,
         options["device"], skip=run.step * recipe.accumulate,
@@ -18752,9 +18776,9 @@ def train_translator(run, train, val, recipe, folder, options, request=None):
             run, train, recipe, gradient, options["save_every"],
             options["device"],
         )  # fmt: skip
-    known = spread(train)
-    if run.step >= recipe.steps:
-        validate_end(run, known, val, folder, log, options)
+    known, last = spread(train), run.step >= recipe.steps
+    if run.due or last:
+        complete(run, known, val, folder, log, options, last)
     losses, pace = [], []
     for update in progress(updates, recipe, run.step) if first() else updates:
         if run.moving and not options.get("record"):
@@ -18778,18 +18802,14 @@ def train_translator(run, train, val, recipe, folder, options, request=None):
                 tokens_per_second=round(tokens), seconds=round(run.seconds, 1),
             )  # fmt: skip
             losses.clear()
-        if saving:
-            show(validate(run, known, val, folder, log, say), val, say)
-            keep_snapshot(run, folder, options["average"])
-            if last:
-                validate_average(run, known, val, folder, log, options)
-            run.save(folder)
+        if saving or stop:
+            run.save(folder, due=saving)
         if stop:
             log.close()
-            if not saving:
-                run.save(folder)
             everyone("saved")  # if one ends before, torchrun stops the others
             raise Stopped(stop, update.step)
+        if saving:
+            complete(run, known, val, folder, log, options, last)
     log.close()
     return run
 
@@ -18844,8 +18864,11 @@ def keep_snapshot(run, folder, number):
 
 
 # %% tags=["plumbing"]
-def validate_end(run, known, val, folder, log, options):
-    """Validate what has not been: a run that was stopped is to end here."""
+def complete(run, known, val, folder, log, options, last):
+    """Validate an update that is saved, unless the log has that already.
+
+    `last`: and the mean of the last checkpoints, for the run ends here.
+    """
 
     def values():  # what the log has of this update
         entries = [e for e in read_log(folder) if e["step"] == run.step]
@@ -18856,9 +18879,9 @@ def validate_end(run, known, val, folder, log, options):
         say = options["say"]
         show(validate(run, known, val, folder, log, say), val, say)
         keep_snapshot(run, folder, options["average"])
-    if "average_val_bleu" not in there:
+    if last and "average_val_bleu" not in there:
         validate_average(run, known, val, folder, log, options)
-        run.save(folder)
+    run.save(folder)
 
 
 def validate_average(run, known, val, folder, log, options):

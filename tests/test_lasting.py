@@ -314,9 +314,50 @@ def test_asked_at_a_checkpoint_it_is_whole(
             capsys, *training_command(few, out, 12, *LEVERS)
         )
     assert status == 128 + signal.SIGTERM and "after update 8, and" in errors
-    assert "update 8: validation BLEU" in errors
+    assert "update 8: validation BLEU" not in errors  # that takes long
+    command = training_command(few, out, 12, *LEVERS, "--resume")
+    status, _, errors = run(capsys, *command)
+    assert status == 0 and "update 8: validation BLEU" in errors
+    assert same_run(out, whole)
+
+
+@pytest.mark.parametrize("step", [8, 12])
+@pytest.mark.parametrize("place", ["validate", "keep_snapshot"])
+def test_killed_while_it_validates_a_run_loses_no_update(
+    capsys, few, whole, tmp_path, monkeypatch, step, place
+):
+    """A validation may take longer than a queue waits before it kills."""
+    out, function = tmp_path / "out", getattr(book, place)
+
+    def killed(run, *arguments):
+        found = function(run, *arguments)
+        if run.step == step:
+            raise KeyboardInterrupt
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(book, place, killed)
+        command = training_command(few, out, 12, *LEVERS)
+        assert run(capsys, *command)[0] == 128 + signal.SIGINT
+    assert checkpoint(out)["step"] == step
     resume(few, out, 12, *LEVERS)
     assert same_run(out, whole)
+
+
+def test_machines_must_see_one_folder_and_are_told_so_at_once(
+    capsys, few, small, tmp_path, monkeypatch
+):
+    """At the end, where the others read what the first wrote, it is late."""
+    everyone = book.everyone
+
+    def other_sees_nothing(value):
+        return everyone(value) + [False] * (value is True)
+
+    monkeypatch.setattr(book, "everyone", other_sees_nothing)
+    out = tmp_path / "out"
+    message = refused(capsys, *training_command(few, out, 12, *LEVERS))
+    assert f"{out}: not every process sees" in message
+    assert not list(out.glob("weights*.pt"))
 
 
 def test_who_asks_twice_is_not_kept_waiting(
@@ -411,7 +452,7 @@ def test_a_run_may_die_at_any_write(few, small, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         written = keep_what_a_kill_would_leave(patch, whole, stops)
         trained(few, whole, 8, *LEVERS)
-    assert written.count("checkpoint.pt") == 3
+    assert written.count("checkpoint.pt") == 5  # before, after validation
     left = sorted(stops.iterdir())
     assert sum("within" in out.name for out in left) == len(written)
     for out in left:
@@ -1008,9 +1049,9 @@ def test_a_run_cut_short_has_its_mean_examined_too(
     out, details = tmp_path / "out", [*PLAIN, "--average", 2]
     save = book.Run.save
 
-    def save_and_die(run, folder):
-        save(run, folder)
-        if run.step == 3:
+    def save_and_die(run, folder, due=False):
+        save(run, folder, due)
+        if run.step == 3 and not due:
             raise Killed
 
     script_bleu(monkeypatch, [5, 9, 7])
