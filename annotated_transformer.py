@@ -628,8 +628,11 @@ def frame(**columns):
 
 
 # %% tags=["plumbing"]
-def line_chart(series, x, y, title, description, log=()):
-    """Lines from {name: (xs, ys)}; axes named in `log` are logarithmic."""
+def line_chart(series, x, y, title, description, log=(), points=False):
+    """Lines from {name: (xs, ys)}; axes named in `log` are logarithmic.
+
+    The pointer reads off each point; with `points` they can be seen, too.
+    """
     alt = altair()
     data = frame(
         line=[name for name, (xs, _) in series.items() for _ in xs],
@@ -652,17 +655,23 @@ def line_chart(series, x, y, title, description, log=()):
         "scale": alt.Scale(domain=list(series)),
         "legend": legend if len(series) > 1 else None,
     }
-    return (
-        alt.Chart(data, title=title)
-        .mark_line(strokeWidth=2.5)
-        .encode(
-            alt.X("x:Q", **axes["x"]),
-            alt.Y("y:Q", **axes["y"]),
-            alt.Color("line:N", **names),
-            alt.StrokeDash("line:N", **names),
-        )
-        .properties(description=description)
+    shown = [
+        alt.Tooltip(field, title=name, format=",.6~g")
+        for field, name in (("x:Q", x), ("y:Q", y))
+    ]
+    if len(series) > 1:
+        shown.insert(0, alt.Tooltip("line:N", title=" "))
+    places = alt.Chart(data).encode(
+        alt.X("x:Q", **axes["x"]), alt.Y("y:Q", **axes["y"])
     )
+    hue = alt.Color("line:N", **names)
+    lines = places.mark_line(strokeWidth=2.5).encode(
+        hue, alt.StrokeDash("line:N", **names)
+    )
+    dots = dict(filled=True, size=70, opacity=float(points), aria=False)
+    dots = places.mark_point(**dots).encode(tooltip=shown)
+    dots = dots.encode(hue) if points else dots  # else no legend has them
+    return alt.layer(lines, dots, title=title, description=description)
 
 
 # %% [markdown]
@@ -670,49 +679,53 @@ def line_chart(series, x, y, title, description, log=()):
 
 
 # %% tags=["plumbing"]
-def heat_maps(panels, x, y, title, description, **options):
+def heat_maps(
+    panels, x, y, title, description, *, domain=(0, 1), scheme="cividis",
+    legend="weight", cell=24, columns=4, numbers=None,
+):  # fmt: skip
     """Matrices {name: (matrix, row labels, column labels)} side by side.
 
-    All panels share one colour scale. `options`: `domain` (default 0 to
-    1), `scheme`, `legend`, `cell` in pixels, `columns` in the grid,
-    `numbers`: the format in which each is written into its cell.
+    All panels share one colour scale. `cell` is in pixels, `columns` of the
+    grid; `numbers`: the format in which each is written into its cell.
     """
     alt = altair()
-    cell, domain = options.get("cell", 24), options.get("domain", (0, 1))
-    scheme = options.get("scheme", "cividis")
     hue = alt.Color(
         "value:Q",
-        title=options.get("legend", "weight"),
+        title=legend,
         scale=alt.Scale(scheme=scheme, domain=domain),
     )
+    # labels may repeat, so they are numbered, and shown without the number
+    token = "slice({0}, indexof({0}, '|') + 1)"
+    shown = {"across": x, "down": y, "value": legend}
+    shown = [alt.Tooltip(f"{k}:N", title=what) for k, what in shown.items()]
     charts = []
-    for name, (matrix, rows, columns) in panels.items():
-        down = [f"{i}|{token}" for i, token in enumerate(rows)]
-        across = [f"{i}|{token}" for i, token in enumerate(columns)]
+    for name, (matrix, rows, places) in panels.items():
+        down = [f"{i}|{word}" for i, word in enumerate(rows)]
+        across = [f"{i}|{word}" for i, word in enumerate(places)]
         cells = list(itertools.product(down, across))
         data = frame(
             row=[r for r, _ in cells],
             column=[c for _, c in cells],
             value=[round(float(v), 4) for v in matrix.flatten()],
         )
-        token = "slice(datum.label, indexof(datum.label, '|') + 1)"
-        axis = alt.Axis(labelExpr=token, ticks=False)
+        axis = alt.Axis(labelExpr=token.format("datum.label"), ticks=False)
         axis.labelOverlap = True
-        size = {"width": cell * len(columns), "height": cell * len(rows)}
-        places = alt.Chart(data).encode(
+        size = {"width": cell * len(places), "height": cell * len(rows)}
+        grid = alt.Chart(data).encode(
             alt.X("column:N", sort=None, title=x, axis=axis),
             alt.Y("row:N", sort=None, title=y, axis=axis),
         )
-        shown = [alt.Tooltip(f"{k}:N") for k in ("row", "column", "value")]
-        layers = [places.mark_rect().encode(hue, tooltip=shown)]
-        if "numbers" in options:
+        named = grid.transform_calculate(
+            across=token.format("datum.column"), down=token.format("datum.row")
+        )
+        layers = [named.mark_rect().encode(hue, tooltip=shown)]
+        if numbers:
             dark = alt.datum.value < sum(domain) / 2
             ink = alt.condition(dark, alt.value("white"), alt.value("black"))
-            text = alt.Text("value:Q", format=options["numbers"])
-            numbers = places.mark_text(fontSize=11).encode(text, color=ink)
-            layers.append(numbers)
+            text = alt.Text("value:Q", format=numbers)
+            layers.append(grid.mark_text(fontSize=11).encode(text, color=ink))
         charts.append(alt.layer(*layers, title=name, **size))
-    grid = alt.concat(*charts, columns=options.get("columns", 4))
+    grid = alt.concat(*charts, columns=columns)
     return grid.properties(title=title, description=description)
 
 
@@ -2261,7 +2274,8 @@ class MultiHeadAttention(nn.Module):
         Q = self.split(self.W_Q(query))  # (B, H, T, K)
         K = self.split(self.W_K(key))  # (B, H, S, K)
         V = self.split(self.W_V(value))  # (B, H, S, K)
-        heads, weights = attention(Q, K, V, mask, self.drop)  # (B, H, T, K)
+        drop = self.drop if self.training and self.drop.p else None
+        heads, weights = attention(Q, K, V, mask, drop)  # (B, H, T, K)
         self.weights = None if self.training else weights.detach()
         return self.W_O(heads.transpose(1, 2).flatten(-2))  # (B, T, D)
 
@@ -2570,6 +2584,22 @@ def masks_of_a_padded_batch():
 # for every query. In the squares, everything above the diagonal is dark
 # as well. The rows of `<pad>` are harmless, and never wholly dark.
 #
+# Said place by place, query by query:
+
+
+# %%
+@check
+def masks_are_who_may_look():
+    """The masks allow what is real and, in the target, not later."""
+    tokens = torch.randint(3, (3, 5))  # about a third of it padding
+    source, square = padding_mask(tokens), target_mask(tokens)
+    for b, t, s in itertools.product(range(3), range(5), range(5)):
+        real = tokens[b, s].item() != PAD
+        assert source[b, 0, 0, s] == real
+        assert square[b, 0, t, s] == (real and s <= t)
+
+
+# %% [markdown]
 # The derivatives tell who *can* see whom: a position sees another if its
 # output changes with the other's input. `depends` asks them.
 
@@ -2839,6 +2869,24 @@ class FeedForward(nn.Module):
 
 
 # %% [markdown]
+# One position of one sentence after the other, one hidden unit after the
+# other, Equation 2 must give the same:
+
+
+# %%
+@check
+def network_is_the_formula():
+    """The network is Equation 2 at each position, by itself."""
+    network = FeedForward(Config(d_model=6, d_ff=9, h=2))
+    W_1, b_1, W_2, b_2 = network.parameters()
+    x = torch.randn(2, 4, 6)  # (B, T, D)
+    for b, t in itertools.product(range(2), range(4)):
+        sums = [row @ x[b, t] + bias for row, bias in zip(W_1, b_1)]
+        hidden = torch.stack([z if z > 0 else 0 * z for z in sums])
+        torch.testing.assert_close(network(x)[b, t], W_2 @ hidden + b_2)
+
+
+# %% [markdown]
 # The paper remarks that this equals two convolutions of width 1. (One of width
 # k makes each position from k neighbouring ones.) That can be tried. With any
 # other width it must fail: a convolution of width 3 has weights for the
@@ -2982,12 +3030,18 @@ def loudness(x, W_1, b_1, W_2): ...
 # languages. With two vocabularies (`shared=False`), the target's embedding
 # and the output still share one. *Saved models* checks that they stay one.
 #
-# In the embedding, the row is multiplied by √D. The paper gives no reason; the
-# likely one is scale. As an output matrix, the rows want a length near 1, so
-# that logits start near variance 1. So we draw components with variance 1/D.
-# *Fills a gap in the paper*, which does not say how the rows start; its
-# published code drew them with variance 1/D. As an input, such rows would be
-# too small; the question below says how much.
+# In the embedding, the row is multiplied by √D. So if $w_i$ is the row of word
+# i, the word enters as a multiple of it, and is scored by it alone:
+#
+# $$\mathrm{input}_i = \sqrt{D}\;w_i, \qquad
+# \mathrm{logit}_i(x) = x \cdot w_i$$
+#
+# The paper gives no reason for the √D; the likely one is scale. As an output
+# matrix, the rows want a length near 1, so that logits start near variance 1.
+# So we draw components with variance 1/D. *Fills a gap in the paper*, which
+# does not say how the rows start; its published code drew them with variance
+# 1/D. As an input, such rows would be too small; the question below says how
+# much.
 
 
 # %%
@@ -3023,6 +3077,21 @@ def scale_of_embeddings():
     print(f"stored  {table.weight.std():.3f}   as input  {rows.std():.3f}")
     vector = F.layer_norm(torch.randn(1000, 512), (512,))
     print(f"logits  {table.logits(vector).std():.3f}")
+
+
+# %% [markdown]
+# All depends on where the √D stands, so that is checked: without it, or with
+# it in both places, one of the two scales is off by √D.
+
+
+# %%
+@check
+def embeddings_start_at_scale_one():
+    """At the start, input vectors and logits have variance 1."""
+    table = Embedding(1000, 512)
+    states = F.layer_norm(torch.randn(1000, 512), (512,))
+    for x in (table(torch.arange(1000)), table.logits(states)):
+        assert 0.9 < x.var() < 1.1
 
 
 # %% [markdown]
@@ -14473,7 +14542,7 @@ def cross_attention_of_a_sentence():
     layer = translator.model.config.N
     return heat_maps(
         panels, "key (the German word looked at)",
-        "query (English word read → written)",
+        "query (read → written)",
         f"Cross-attention, layer {layer}",
         "Heat maps of cross-attention, one for each head: in nearly every "
         "row one bright cell, mostly on the German word translated there.",
@@ -16587,19 +16656,10 @@ def source_never_read(
 # %% [markdown]
 # ### In embeddings and positions
 #
-# Two properties that no chapter has checked yet:
+# A property that no chapter has checked yet:
 
 
 # %%
-@check
-def embeddings_start_at_scale_one():
-    """At the start, input vectors and logits have variance 1."""
-    table = Embedding(1000, 512)
-    states = F.layer_norm(torch.randn(1000, 512), (512,))
-    for x in (table(torch.arange(1000)), table.logits(states)):
-        assert 0.9 < x.var() < 1.1
-
-
 @check
 def only_dropout_tells_the_modes_apart():
     """Without dropout, training and evaluation mode compute the same."""
@@ -18498,9 +18558,9 @@ def training_curves(folder):
         curves = {"validation": (steps, [line["val_bleu"] for line in scores])}
         chart = line_chart(
             curves, "update", "BLEU", "Validation BLEU",
-            "Line chart: BLEU of the validation set by update.",
+            "Line chart: BLEU of the validation set by update.", points=True,
         )  # fmt: skip
-        charts.append(chart.mark_line(point=True, strokeWidth=2.5))
+        charts.append(chart)
     drawn = alt.hconcat(
         *(chart.properties(width=235, height=200) for chart in charts),
         title="How a run went",
@@ -22323,6 +22383,8 @@ def run_evaluate(args):
     for name in (args.json, args.outputs):
         if name is not None:
             check_file(name)
+    if args.show < 0:
+        raise InputError("--show must be at least 0")
     if args.json and args.outputs:
         if Path(args.json).resolve() == Path(args.outputs).resolve():
             raise InputError("--json and --outputs name one file; name two")
@@ -22341,7 +22403,7 @@ def run_evaluate(args):
         facts["products"] = "int8" if args.int8 else "bfloat16"
     if args.half:  # it is decoding that has another form
         facts["loss_products"] = "float32"
-    for (source, reference), output in list(zip(pairs, outputs))[:5]:
+    for (source, reference), output in [*zip(pairs, outputs)][: args.show]:
         print("source    ", source)
         print("reference ", reference)
         print("output    ", output)
@@ -22782,6 +22844,8 @@ def parser():
     text = "the part, such as test_2016_flickr (test)"
     option("--split", default="test", metavar="NAME", help=text)
     option("--json", metavar="FILE", help="write the figures there too")
+    text = "how many to show, below source and reference (5)"
+    option("--show", default=5, type=int, metavar="N", help=text)
     text = "write the translations there, a line each"
     option("--outputs", metavar="FILE", help=text)
     text = "make one model of several that began as one: their mean"

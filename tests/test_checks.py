@@ -145,8 +145,8 @@ SLIPS = {
         "evaluation_is_deterministic",
     ),
     "smoothing over all words but one": (
-        "smoothing / vocab)\n    targets",
-        "smoothing / (vocab - 1))\n    targets",
+        "torch.full(shape, smoothing / vocab, device=there)",
+        "torch.full(shape, smoothing / (vocab - 1), device=there)",
         "smoothed_loss_equals_torch",
     ),
     "smoothing on padding rows": (
@@ -640,6 +640,37 @@ SLIPS = {
         "self.weights = None if self.training else 1.01 * weights.detach()",
         "multi_head_attention_equals_torch",
     ),
+    "padding may be looked at": (
+        "return (tokens != PAD)[:, None, None, :]",
+        "return (tokens >= PAD)[:, None, None, :]",
+        "masks_are_who_may_look",
+    ),
+    "a place may not look at itself": (
+        "return full.tril()",
+        "return full.tril(-1)",
+        "masks_are_who_may_look",
+    ),
+    "the past is hidden, not the future": (
+        "return full.tril()",
+        "return full.triu()",
+        "masks_are_who_may_look",
+    ),
+    "a softer ReLU": (
+        "hidden = self.W_1(x).relu()",
+        "hidden = F.gelu(self.W_1(x))",
+        "network_is_the_formula",
+    ),
+    "a network over the sentence": (
+        "hidden = self.W_1(x).relu()",
+        "hidden = self.W_1(x.mean(1, keepdim=True)).relu().expand(\n"
+        "            -1, x.size(1), -1)",
+        "network_is_the_formula",
+    ),
+    "the way back scaled as well": (
+        "return states @ self.weight.T",
+        "return states @ self.weight.T * self.scale",
+        "embeddings_start_at_scale_one",
+    ),
     "no root of the width": (
         "F.embedding(tokens, self.weight) * self.scale",
         "F.embedding(tokens, self.weight)",
@@ -681,9 +712,8 @@ SLIPS = {
         "each_update_has_its_own_gradient",
     ),
     "parts divided by the first one's tokens": (
-        "tokens = sum(part.count() for part in parts)\n"
-        "        optimizer.zero_grad()",
-        "tokens = parts[0].count()\n        optimizer.zero_grad()",
+        "tokens = sum(part.count() for part in parts)\n        if",
+        "tokens = parts[0].count()\n        if",
         "each_update_has_its_own_gradient",
     ),
     "dropout while writing": (

@@ -118,8 +118,8 @@ OPTIONS = {
     "translate": "--device --model --beam --alpha --reverse --int8 --half "
     "--back --back-weight --vote --vote-power --nbest sentence",
     "evaluate": "--device --model --beam --alpha --reverse --int8 --half "
-    "--back --back-weight --vote --vote-power --outputs --json --corpus "
-    "--split",
+    "--back --back-weight --vote --vote-power --show --outputs --json "
+    "--corpus --split",
     "average": "--model --out",
     "diversify": "--device --corpus --src --tgt --model --out --beam --alpha "
     "--closest",
@@ -181,6 +181,23 @@ def test_each_command_that_is_written_is_understood(path):
     assert len(commands) > 2
     for command in commands:
         understood(command)
+
+
+def test_what_the_readme_shows_of_real_captions_is_what_comes_out(data):
+    text = (ROOT / "README.md").read_text("utf-8")
+    command, shown = re.search(
+        r"^\$ python ([^\n]+ --show 5)\n(.+?)\n\n\.\.\.", text, re.M | re.S
+    ).groups()
+    args = understood(command)
+    pairs = book.corpus_part(data / args.corpus, args.split, "de", "en")[:5]
+    sources = [source for source, _ in pairs]
+    translator = book.load_translator(ROOT / args.model)
+    outputs = translator.translate(sources, args.beam, args.alpha)
+    lines = [
+        f"source     {source}\nreference  {reference}\noutput     {output}"
+        for (source, reference), output in zip(pairs, outputs)
+    ]
+    assert shown == "\n\n".join(lines)
 
 
 def test_the_command_of_each_result_is_understood():
@@ -987,6 +1004,11 @@ def test_evaluate_shows_five_pairs_of_many(capsys, small, corpus, tmp_path):
     _, output, _ = run(capsys, "evaluate", *arguments)
     assert re.search(r"^sentences +8 ", output, re.M)
     assert output.count("reference ") == 5
+    for number, shown in ((0, 0), (7, 7), (99, 8)):
+        _, output, _ = run(capsys, "evaluate", *arguments, "--show", number)
+        assert output.count("reference ") == shown
+    message = refused(capsys, "evaluate", *arguments, "--show", -1)
+    assert "--show must be at least 0" in message
 
 
 def test_a_table_of_figures_is_that_of_its_model(capsys, corpus, small):

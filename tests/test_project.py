@@ -138,7 +138,9 @@ def test_without_scripts_each_chart_is_a_picture():
     shown = BeautifulSoup(text, "html.parser")
     for script in shown.find_all("script"):
         script.decompose()
-    sources = [image["src"] for image in shown.find_all("img")]
+    images = shown.find_all("img")
+    assert all(len(image.get("alt", "")) > 40 for image in images)
+    sources = [image["src"] for image in images]
     assert charts > 15 and len(sources) == charts + 5
     for source in sources:
         data = base64.b64decode(source.removeprefix("data:image/png;base64,"))

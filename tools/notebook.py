@@ -210,6 +210,9 @@ def execute_cell(client, index, lines):
     for output in cell.outputs:
         if picture := output.get("data", {}).get("image/png"):
             output.data["image/png"] = smaller(picture)
+            # nbconvert, and so nbviewer, asks here for the picture's words
+            words = {"alt": output.data["text/plain"]}
+            output.metadata["image/png"] = words
 
 
 def lasting(output):
