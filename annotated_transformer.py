@@ -587,6 +587,7 @@ def altair():
     font = {"labelFontSize": 12, "titleFontSize": 12}
     font |= {"labelColor": ink, "titleColor": ink}
     axis = {"gridOpacity": 0.4, "gridColor": pale, "domainColor": pale}
+    axis["titlePadding"] = 10  # fonts differ in width, and labels with them
     view = {"continuousWidth": 420, "continuousHeight": 240}
     style = {
         "config": {
@@ -709,7 +710,9 @@ def heat_maps(
             value=[round(float(v), 4) for v in matrix.flatten()],
         )
         axis = alt.Axis(labelExpr=token.format("datum.label"), ticks=False)
-        axis.labelOverlap = True
+        axis.labelOverlap = True  # some are left out in small cells
+        if cell >= 16:  # there is room for a label's 12 pixels
+            axis.labelSeparation = 12 - cell
         size = {"width": cell * len(places), "height": cell * len(rows)}
         grid = alt.Chart(data).encode(
             alt.X("column:N", sort=None, title=x, axis=axis),

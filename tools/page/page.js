@@ -172,10 +172,14 @@
   // On a telephone panels stand one below the other, legends below, and a
   // title takes several lines.
   function fit(spec, natural, room) {
-    if (natural <= room) return;
     const grid = spec.columns ? spec : spec.encoding?.facet;
+    const columns = Math.min(grid?.columns, spec.concat?.length ?? Infinity);
+    if (columns > 1 && natural > 0.9 * room) {
+      spec.config.legend.orient = "bottom";
+      natural -= 60; // pixels that it took at the side
+    }
+    if (natural <= room) return;
     if (grid?.columns) {
-      const columns = Math.min(grid.columns, spec.concat?.length ?? Infinity);
       grid.columns = Math.max(1, Math.floor((columns * room) / natural));
     } else if (spec.hconcat) {
       spec.vconcat = spec.hconcat;
@@ -198,8 +202,9 @@
     for (const chosen of before?.view ? spec.params || [] : []) {
       if (chosen.bind) chosen.value = before.view.signal(chosen.name);
     }
-    repaint(spec, figure);
-    fit(spec, picture.width, box.clientWidth);
+    const natural = picture.width - 2 * (spec.config?.padding ?? 0);
+    repaint(spec, figure); // which takes the padding away
+    fit(spec, natural, box.clientWidth);
     const place = document.createElement("div");
     place.className = "live";
     box.append(place);
