@@ -331,9 +331,7 @@ def test_in_8_bits_too_a_batch_is_decoded_like_each_sentence_alone():
 
 
 @pytest.mark.slow
-def test_in_8_or_16_bits_the_validation_set_loses_less_than_half_a_point(
-    data,
-):
+def test_in_8_or_16_bits_the_validation_set_loses_little(data):
     part = str(data / "multi30k"), "val"
     sources, references = zip(*book.corpus_part(*part, "de", "en"))
     scores = {}
@@ -346,7 +344,7 @@ def test_in_8_or_16_bits_the_validation_set_loses_less_than_half_a_point(
         outputs = translator.translate(sources)
         scores[kind] = book.bleu(outputs, references).score
     assert scores["whole"] > 40
-    assert scores["half"] > scores["whole"] - 0.5
+    assert scores["half"] > scores["whole"] - 0.25
     assert scores["int8"] > scores["whole"] - 0.5
 
 
