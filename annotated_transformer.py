@@ -13604,6 +13604,15 @@ def variations_in_small():
 # the changes above that are real are of 0.2 and more, so we ask for an
 # interval that lies within 0.1 on either side of 0. (Without any positions the
 # order of the words is lost, and the interval lies elsewhere.)
+#
+# Its long form was to be that of the other rows, and came out as *not
+# reproduced*: after 300 updates learned positions were ahead, by 0.242 ± 0.053
+# (seeds 0 to 7), as they are in the copy task on the way. But the paper speaks
+# of models at the end of their training. With 600 updates the difference was
+# −0.022 ± 0.028, with 1,200 it was +0.001 ± 0.005 (the same seeds, commit
+# `f6b8d24`; set `seeds` and `updates`). Only, by then we had looked. So the
+# long form takes 600 updates and eight seeds that nobody had seen, 100 to 107,
+# and those count.
 
 
 # %% tags=["claim"]
@@ -13612,12 +13621,15 @@ def variations_in_small():
     "row (E): learned positions give nearly identical results (the loss "
     "within 0.1)",
     toy=True,
-    unless={"positions": "none"},
-    full=LONG,
+    unless={"positions": "none", **LONG},
+    full=dict(seeds=8, updates=600, first=100),
 )
-def learned_positions_change_little(seeds=3, updates=120, positions="learned"):
-    mean, half = compared(dict(positions=positions), {}, seeds, updates)
-    words = f"the loss changes by {told(mean, half, seeds, updates)}"
+def learned_positions_change_little(
+    seeds=3, updates=120, first=0, positions="learned"
+):
+    how = dict(seeds=seeds, updates=updates, first=first)
+    mean, half = compared(dict(positions=positions), {}, **how)
+    words = f"the loss changes by {told(mean, half, **how)}"
     if abs(mean) + half <= 0.1:
         return True, words
     return (False if abs(mean) - half > 0.1 else None), words
