@@ -32,10 +32,10 @@
 # all of its code). Begin with *1, 2, 4 Why: what came before*, as far as its
 # first cell of code. Go on with *The task we use throughout*, and read until
 # *The same as torch's own Transformer* begins. Pass over exercises, folded
-# cells, sections that begin with "You may pass over this", what begins with
-# "Asked often" (but for the questions on √d_k and on pre-norm), and cells that
-# begin with `@check` (each only proves what stands before it). Then read
-# *Batches* in Section 5.1, *Greedy decoding* until *A cache of keys and
+# cells, sections that begin with "You may pass over this", what is marked in
+# bold as often asked (but for the questions on √d_k and on pre-norm), and
+# cells that begin with `@check` (each only proves what stands before it). Then
+# read *Batches* in Section 5.1, *Greedy decoding* until *A cache of keys and
 # values* begins, and *A first example: copying*. End with the first picture in
 # *Looking at attention*.
 #
