@@ -81,9 +81,9 @@
 # (none runs again by itself). They will tell you what you broke; breaking
 # things on purpose is the best exercise. The copy task (`train_copy()`, ten
 # seconds) and the small models of *A gallery of bugs* (`train_small()`) are
-# made of the plain forms, so every change reaches their training. (They write
-# with `Cache`, which takes layers apart: a change of a layer's or an
-# attention's `forward` does not reach it. `greedy_plain` asks the whole
+# made of the plain forms, so every change reaches their training. (The copy
+# task writes with `Cache`, which takes layers apart: a change of a layer's or
+# an attention's `forward` does not reach it. `greedy_plain` asks the whole
 # model.) But the German-English model uses the quicker forms of *Making it
 # fast*, to train and to write. These do not call `smoothed_loss` or `Cache`,
 # and `attention` for short sentences alone, so what you change there may not
@@ -672,7 +672,7 @@ def line_chart(series, x, y, title, description, log=(), points=False):
     )
     dots = dict(filled=True, size=70, opacity=float(points), aria=False)
     dots = places.mark_point(**dots).encode(tooltip=shown)
-    dots = dots.encode(hue) if points else dots  # else no legend has them
+    dots = dots.encode(hue) if points else dots  # or a legend shows dots
     return alt.layer(lines, dots, title=title, description=description)
 
 
@@ -17190,11 +17190,10 @@ def gallery_of_bugs():
 # d?*, *Several processes* until its plumbing begins, *Multi30k, measured*,
 # *The levers, measured*, *The published model, and its attention*, *Learned by
 # heart*, *Products in 8 bits*, *The ledger*, and what follows the command
-# line.) You do not need the plumbing to
-# understand the model, but you do to use one, and most of the grief with real
-# data comes from here. The rule is: wrong input gets an error that names the
-# file, and the line if it has lines, and says what to do, and nothing is
-# dropped without being counted.
+# line.) You do not need the plumbing to understand the model, but you do to
+# use one, and most of the grief with real data comes from here. The rule is:
+# wrong input gets an error that names the file, and the line if it has lines,
+# and says what to do, and nothing is dropped without being counted.
 #
 # A model is of use to others only together with its vocabulary. Its folder
 # holds all that translation needs: `model.json`, with the configuration, the
@@ -17271,7 +17270,8 @@ def write_whole(path, write):
         with contextlib.suppress(OSError):
             unfinished.unlink(missing_ok=True)
         gpu = isinstance(error, torch.cuda.OutOfMemoryError)
-        if not isinstance(error, RuntimeError) or gpu or "CUDA" in str(error):
+        gpu = gpu or "CUDA error" in str(error)
+        if not isinstance(error, RuntimeError) or gpu:
             raise
         why = str(error).split("\n")[0]  # torch.save says this of a full disk
         raise NotWritten(path, f"no space left? {why}") from None
@@ -17398,11 +17398,9 @@ def load_description(folder):
         facts = json.loads(path.read_text(encoding="utf-8"))
         for field in fields(Config(**facts["config"])):
             value = facts["config"].get(field.name, field.default)
-            kind = int if field.type is int else (int, float)
-            kind = bool if field.type is bool else kind
-            if type(value) is not kind and (
-                isinstance(value, bool) or not isinstance(value, kind)
-            ):
+            kind = (int, float) if field.type is float else field.type
+            truth = isinstance(value, bool)  # which Python takes for a number
+            if not isinstance(value, kind) or truth != (kind is bool):
                 raise TypeError(f"{field.name} can't be {value!r}")
         texts = facts["languages"], facts.get("src_words", [])
         for text in (*texts, facts.get("tgt_words", [])):
