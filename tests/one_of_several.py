@@ -21,12 +21,24 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import torch
 
 import annotated_transformer as book
 
 SMALL = dict(N=1, d_model=16, d_ff=16, h=2, dropout=0.1)
+
+
+def without_compiler():
+    """Do not load torch's compiler, which takes longer than all else here.
+
+    DistributedDataParallel only asks it for a setting, and for functions
+    that are not to be compiled. In `probe` it does so as everywhere.
+    """
+    sys.modules["torch._dynamo"] = mock.MagicMock(
+        disable=lambda function, *_, **__: function
+    )
 
 
 def kill_in_time():
@@ -195,6 +207,8 @@ if __name__ == "__main__":
             run_command(argv)
 
         book.run_command = probe_first
+    else:
+        without_compiler()
     kill_in_time()
     stop_once()
     with watching():
