@@ -38,8 +38,9 @@ bench: $(STAMP)  ## measure speed against the peers; options: make bench ARGS="-
 
 claims: $(STAMP)  ## examine the paper's claims in their long form, into results/
 	$(PY) annotated_transformer.py claims --full --out results/claims.json \
-	    --commit "$$(git rev-parse --short HEAD)$$(git diff --quiet HEAD -- \
-	    . ':!results' || echo -dirty)" $(ARGS)
+	    --commit="$$(commit=$$(git rev-parse --short HEAD 2>/dev/null) && \
+	    echo "$$commit$$(git diff --quiet HEAD -- . ':!results' || \
+	    echo -dirty)" || echo unknown)" $(ARGS)
 
 run: $(STAMP)  ## run the book as a script; options: make run ARGS="--help"
 	$(PY) annotated_transformer.py $(ARGS)

@@ -384,6 +384,19 @@ def test_laptop_halves_products_where_it_pays_and_keeps_to_it(
     assert not same(weights(out), weights(other))
 
 
+def test_what_is_not_said_is_what_help_says():
+    read = book.parser().parse_args
+    train = read(["train", "--corpus", "toy", "--out", "x", "--no-onednn"])
+    assert (train.save_every, train.average, train.preset) == (1000, 5, "tiny")
+    assert (train.src, train.tgt, train.seed) == ("de", "en", 0)
+    recipe, sizes, pieces = book.settings_of(train)
+    for name, value in book.TOY_RECIPE.items():
+        assert getattr(recipe, name) == value
+    assert (pieces, sizes["dropout"]) == (0, book.TOY["dropout"])
+    write = read(["translate", "--model", "x"])
+    assert (write.beam, write.alpha, write.nbest) == (4, 0.6, 0)
+
+
 def test_what_is_asked_for_comes_before_what_pays(monkeypatch):
     """--onednn is of products in 32 bits; but --half beside it is obeyed."""
     monkeypatch.setattr(book, "half_pays", lambda device: True)
@@ -1264,6 +1277,42 @@ def test_evaluate_takes_another_part(capsys, model, corpus):
     arguments = ["--model", model, "--corpus", corpus, "--device", "cpu"]
     _, output, _ = run(capsys, "evaluate", *arguments, "--split", "val")
     assert re.search(r"^sentences +3 ", output, re.M)
+
+
+@pytest.mark.parametrize("split", ["train", "val", "test"])
+def test_a_model_of_other_languages_is_told_so(
+    capsys, small, corpus, tmp_path, split
+):
+    """It has no options to name others by."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for path in corpus.iterdir():
+        name = path.name.replace(".de", ".ko")
+        shutil.copy(path, folder / name)
+    how = ["--model", small, "--corpus", folder, "--split", split]
+    message = refused(capsys, "evaluate", *how, "--device", "cpu")
+    assert "the model translates de to en" in message
+    assert f"{folder} has no text in de; there is: " in message
+
+
+def test_a_link_to_a_file_stays_one(capsys, small, corpus, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    real, link = tmp_path / "elsewhere" / "real.txt", tmp_path / "link.txt"
+    real.touch()
+    link.symlink_to(real)
+    how = ["--model", small, "--corpus", corpus, "--device", "cpu"]
+    assert run(capsys, "evaluate", *how, "--outputs", link)[0] == 0
+    assert link.is_symlink() and len(real.read_text("utf-8").splitlines()) == 4
+    assert sorted(p.name for p in real.parent.iterdir()) == ["real.txt"]
+
+
+@pytest.mark.parametrize("number", [-1, 1, 4])
+def test_a_number_of_pieces_that_is_none_is_refused(
+    capsys, corpus, tmp_path, number
+):
+    command = training_command(corpus, tmp_path / "out", 1)
+    message = refused(capsys, *command, "--pieces", number)
+    assert "0 (whole words) or more than 4" in message
 
 
 def test_evaluate_writes_nothing_into_the_model(capsys, own, corpus):
@@ -2188,6 +2237,11 @@ def test_one_model_given_twice_has_no_mean(capsys, model, tmp_path):
     command = ["average", "--out", tmp_path / "mean"]
     command += ["--model", model, "--model", model]
     assert "twice" in refused(capsys, *command)
+    other = shutil.copytree(model, tmp_path / "other")
+    command = ["average", "--out", tmp_path / "mean"]
+    command += ["--model", model, "--model", other]
+    message = refused(capsys, *command)
+    assert f"{model} and {other} hold the same weights" in message
     assert not (tmp_path / "mean").exists()
 
 

@@ -486,3 +486,15 @@ def test_a_beam_stops_at_source_plus_fifty_and_writes_no_specials():
         assert max(len(h.tokens) for h in hypotheses) == limit
         words = {token for h in hypotheses for token in h.tokens}
         assert not {PAD, BOS, UNK, EOS} & words
+
+
+def test_translating_leaves_the_random_numbers_alone():
+    pairs = [(pair.de, pair.en) for pair in book.toy_corpus()["test"][:60]]
+    sizes = dict(N=1, d_model=16, d_ff=16, h=2)
+    translator = book.untrained_translator(
+        pairs, ("de", "en"), sizes, pieces=200
+    )
+    before, texts = torch.get_rng_state(), [de for de, _ in pairs[:3]]
+    for beam in (1, 2):
+        translator.translate(texts, beam)
+    assert torch.get_rng_state().equal(before)

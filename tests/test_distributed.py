@@ -268,6 +268,21 @@ def test_each_process_draws_its_own_dropout(plain, whole):
         assert len(states) == 2 and not states[0].equal(states[1])
 
 
+def test_more_processes_than_before_draw_each_their_own(
+    corpus, tmp_path, monkeypatch
+):
+    out, drawn = trained(corpus, tmp_path / "out", 1), []
+    translator = book.load_translator(out)
+    facts = book.saved_description(out)
+    monkeypatch.setattr(book, "everyone", lambda value: [value])
+    for rank in range(2):
+        monkeypatch.setattr(book, "place", lambda rank=rank: (rank, 2))
+        run = book.Run(translator, book.adam(translator.model), None, facts)
+        run.load(out)
+        drawn.append(torch.rand(4))
+    assert not drawn[0].equal(drawn[1])
+
+
 def test_another_number_of_processes_goes_on_with_a_note(
     capsys, few, whole, tmp_path
 ):

@@ -299,6 +299,32 @@ def test_logits_are_in_8_bits_and_the_rows_looked_up_are_not():
         assert (model.src_embedding is model.tgt_embedding) == shared
 
 
+class Louder(book.Embedding):
+    def logits(self, states):
+        return 3 * super().logits(states)
+
+
+class Turned(torch.nn.Linear):
+    def forward(self, x):
+        return -super().forward(x)
+
+
+@pytest.mark.parametrize("own", [Louder, Turned, "hook"])
+def test_8_bits_replace_no_formula_of_ones_own(own):
+    model = book.restless_model()
+    src, tgt = torch.randint(4, 14, (2, 2, 5))
+    attention = model.decoder.layers[1].cross_attention
+    if own == "hook":
+        attention.W_K.register_forward_hook(lambda part, x, y: -y)
+    else:
+        part = model.tgt_embedding if own is Louder else attention.W_K
+        part.__class__ = own
+    before = model(src, tgt)
+    with pytest.raises(book.InputError, match="of this model is your own"):
+        book.use_int8(model)
+    assert model(src, tgt).equal(before)  # nothing is half changed
+
+
 @pytest.mark.parametrize("kind", ["pieces, pre-norm", "words, post-norm"])
 def test_a_writer_in_8_bits_has_the_plain_forms_logits(kind):
     """Which are close to those in 32 bits, and no more than close."""

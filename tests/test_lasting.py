@@ -618,6 +618,8 @@ def test_resuming_a_run_that_is_done_adds_nothing(few, whole, tmp_path):
         (["--warmup", 6], "warmup"),
         (["--decay", "linear"], "decay"),
         (["--d-ff", 64], "d_ff"),
+        (["--batch-tokens", 200], "batch_tokens"),
+        (["--both"], "both"),
     ],
 )
 def test_a_run_is_not_resumed_with_other_levers(
@@ -628,7 +630,57 @@ def test_a_run_is_not_resumed_with_other_levers(
     arguments = training_command(few, out, 16, *RUN, *change, "--resume")
     message = refused(capsys, *arguments)
     assert f" {named} has changed" in message and str(out) in message
+    # What a model is made of stays, and one way has no tags for the other.
+    stays = named in ("d_ff", "vocabulary (--pieces)", "the direction", "both")
+    assert ("goes on from its weights" in message) is not stays
     assert contents(out) == before
+
+
+@pytest.mark.parametrize("lost", ["weights.pt", "model.json", "all"])
+@pytest.mark.parametrize("steps", [12, 16])
+def test_a_run_whose_model_is_lost_makes_another(
+    capsys, few, whole, tmp_path, lost, steps
+):
+    """Of the weights it goes on from, if no updates are left."""
+    out = Path(shutil.copytree(whole, tmp_path / "out"))
+    for path in out.iterdir():
+        if path.name != "checkpoint.pt" and lost in (path.name, "all"):
+            path.unlink()
+    command = training_command(few, out, steps, *RUN, "--resume")
+    status, _, errors = run(capsys, *command)
+    assert status == 0 and "the best model so far is missing" in errors
+    facts = book.load_description(out)
+    assert facts["step"] in (12, 16)
+    assert f"validation BLEU {facts['val_bleu']:.2f}" in errors
+    book.load_translator(out)
+    status, _, errors = run(capsys, *command)
+    assert status == 0 and "missing" not in errors
+
+
+def test_a_damaged_snapshot_can_be_deleted(capsys, few, whole, tmp_path):
+    out = Path(shutil.copytree(whole, tmp_path / "out"))
+    snapshot = out / "weights-000012.pt"
+    snapshot.write_bytes(snapshot.read_bytes()[:1000])
+    command = training_command(few, out, 16, *RUN, "--resume")
+    message = refused(capsys, *command)
+    assert f"{snapshot}: damaged" in message
+    assert "delete it, and resume" in message
+    snapshot.unlink()
+    status, _, errors = run(capsys, *command)
+    assert status == 0 and "mean of the last 2 checkpoints" in errors
+
+
+def test_a_run_of_another_device_can_go_on_by_its_weights(
+    capsys, few, whole, tmp_path
+):
+    out = Path(shutil.copytree(whole, tmp_path / "out"))
+    state = torch.load(out / "checkpoint.pt", weights_only=True)
+    torch.save(state | {"device": "cuda"}, out / "checkpoint.pt")
+    message = refused(
+        capsys, *training_command(few, out, 16, *RUN, "--resume")
+    )
+    assert "began on --device cuda" in message
+    assert f"(--from {out} goes on from its weights)" in message
 
 
 def test_a_run_that_ends_at_rate_0_has_that_end(capsys, few, small, tmp_path):
@@ -1039,6 +1091,52 @@ def test_the_mean_of_the_snapshots_is_a_candidate(
     assert same(checkpoint(out)["model"], last[-1])  # training is as it was
     [entry] = [e for e in book.read_log(out) if "average_val_bleu" in e]
     assert (entry["step"], entry["average_val_bleu"]) == (4, 10)
+
+
+def test_the_mean_of_the_snapshots_is_no_moving_average(
+    few, small, tmp_path, monkeypatch
+):
+    script_bleu(monkeypatch, [5, 6, 10])
+    out = trained(few, tmp_path / "out", 2, *PLAIN, "--ema", 0.5)
+    assert book.load_description(out)["averaged"] == 2
+    one, two = (torch.load(p, weights_only=True) for p in book.snapshots(out))
+    mean = {name: (one[name].double() + two[name]) / 2 for name in one}
+    for name, weight in weights(out).items():
+        torch.testing.assert_close(weight.double(), mean[name])
+
+
+def test_the_seconds_of_all_updates_are_added_up(
+    few, small, tmp_path, monkeypatch
+):
+    """Those before a stop, too: the tables' minutes are made of them."""
+    training = book.training
+
+    def slow(*arguments):
+        for update in training(*arguments):
+            yield update._replace(seconds=2.0)
+
+    monkeypatch.setattr(book, "training", slow)
+    how = ["--save-every", 3]
+    out = trained(few, tmp_path / "out", 3, *how)
+    resume(few, out, 5, *how)
+    found = [e["seconds"] for e in book.read_log(out) if "loss" in e]
+    assert found == [6, 10]
+
+
+def test_the_seed_orders_the_batches(few, small, tmp_path, monkeypatch):
+    asked, real = set(), book.epoch_batches
+
+    def watched(widths, most, seed, epoch):
+        asked.add(seed)
+        return real(widths, most, seed, epoch)
+
+    monkeypatch.setattr(book, "epoch_batches", watched)
+    trained(few, tmp_path / "plain", 1, "--seed", 7)
+    assert asked == {7}
+    asked.clear()
+    monkeypatch.setattr(book, "check_record", lambda *facts: None)
+    trained(few, tmp_path / "recorded", 1, "--seed", 7, "--record")
+    assert asked == {7}
 
 
 class Killed(BaseException):

@@ -402,12 +402,22 @@ def test_any_text_comes_back_from_any_spelling(german, words, dropout, draw):
     assert UNK not in vocabulary.encode(known)
 
 
+def test_no_long_line_is_left_out_of_the_pieces():
+    rows = [pair.de for pair in book.toy_corpus()["train"][:300]]
+    long = " ".join(["Quitte Qualle Xylophon"] * 300)  # 6,900 bytes
+    pieces = book.Pieces.learn([*rows, long], 120)
+    assert book.UNK not in pieces.encode(pieces.split("Xylophon"))
+
+
 def test_without_dropout_words_are_cut_as_in_use(german):
     draw = random.Random(0)
     for pair in GERMAN[:50]:
         for text in pair:
             cut = book.random_cuts(german.src_vocab, 0.0, draw)(text)
             assert cut == german.src_vocab.split(text)
+    text = "жжж der Mann, ж øø </s>"  # the unknown are one, side by side
+    cut = book.random_cuts(german.src_vocab, 0.0, draw)(text)
+    assert "жжж" in cut and cut == german.src_vocab.split(text)
 
 
 def test_dropout_never_makes_a_special_token():

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -207,6 +208,27 @@ def test_each_result_says_where_it_comes_from(path):
         assert 0 < measured["bleu"] < 100
         if not facts.get("lowercase"):
             assert 0 < measured["bleu_cased"] <= measured["bleu"]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_the_command_of_each_result_still_means_its_recipe(path):
+    """What the options leave out is the preset's, as it was then."""
+    for stage in results.stages(json.loads(path.read_text("utf-8"))):
+        command = stage["command"].partition("annotated_transformer.py")[2]
+        args = book.parser().parse_args(shlex.split(command))
+        if args.run is not book.run_train:
+            continue
+        # What pays, and what processes have room for, is the machine's.
+        for name in ("half", "onednn", "max_tokens"):
+            if getattr(args, name) is None:
+                setattr(args, name, stage["recipe"].get(name, False))
+        recipe, sizes, pieces = book.settings_of(args)
+        for name, value in stage["recipe"].items():
+            assert getattr(recipe, name) == value, name
+        if not args.start:  # else the sizes are those of that model
+            sizes["src_vocab"] = pieces
+            for name in sizes.keys() & stage["config"].keys():
+                assert stage["config"][name] == sizes[name], name
 
 
 @pytest.mark.parametrize("folder", MODELS, ids=lambda path: path.name)
