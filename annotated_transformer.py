@@ -9025,7 +9025,7 @@ def fast_form_changes_nothing():
 # those of captions, the words are random. Each form adds one technique to the
 # one before. (Products in 16 bits take the place of those by oneDNN. Adam
 # *fused* makes its step in one pass over the weights.) Batches of like length
-# keep to 1,024 places; a random one has 32 pairs, which fill 640 to 1,400,
+# keep to 1,024 places; a random one has 32 pairs, which fill 580 to 1,400,
 # nearly half of them with padding. The forms take turns, and the best of three
 # turns counts.
 
@@ -18248,11 +18248,12 @@ class EncodedCorpus:
                 "began the run and held out other pairs for validation; start "
                 "anew with another --out"
             )
-        names = names or files
+        named = " and ".join(names)
+        if not names:  # what was kept of the texts is lost, or another run's
+            named = f"{' or '.join(files)}, or which pairs are held out,"
         raise InputError(
-            f"{folder}: cannot resume, {' and '.join(names)} changed since "
-            "the run began; restore the corpus, or start anew with another "
-            "--out"
+            f"{folder}: cannot resume, {named} changed since the run began; "
+            "restore the corpus, or start anew with another --out"
         )
 
     def vocabularies(self, learn):

@@ -657,6 +657,24 @@ def test_a_run_whose_model_is_lost_makes_another(
     assert status == 0 and "missing" not in errors
 
 
+def test_no_file_is_blamed_that_may_be_as_it_was(capsys, few, small, tmp_path):
+    """Of the texts a run knows its own sum; the files' are in the cache."""
+    corpus, cache = tmp_path / "corpus", tmp_path / "cache"
+    shutil.copytree(few, corpus)
+    first = training_command(corpus, tmp_path / "first", 1, "--cache", cache)
+    assert run(capsys, *first)[0] == 0
+    with (corpus / "train.en").open("a", encoding="utf-8") as file:
+        file.write("one more\n")
+    with (corpus / "train.de").open("a", encoding="utf-8") as file:
+        file.write("einer mehr\n")
+    message = refused(capsys, *first, "--steps", 2, "--resume")
+    assert "cannot resume, train.de and train.en changed since" in message
+    other = training_command(corpus, tmp_path / "other", 1, "--cache", cache)
+    assert run(capsys, *other)[0] == 0
+    message = refused(capsys, *first, "--steps", 2, "--resume")
+    assert "train.de or train.en, or which pairs are held out, ch" in message
+
+
 def test_a_damaged_snapshot_can_be_deleted(capsys, few, whole, tmp_path):
     out = Path(shutil.copytree(whole, tmp_path / "out"))
     snapshot = out / "weights-000012.pt"
