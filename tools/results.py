@@ -1176,7 +1176,7 @@ ANEW = "multi30k-en-de-tiny-written-text"
 ANEW = ANEW, f"{ANEW}-s1", f"{ANEW}-s2"  # and three from random weights
 WIDE = tuple(f"{ANEW[0]}-wide{seed}" for seed in ("", "-s1", "-s2"))
 WIDE_FR = "multi30k-en-fr-written-text-wide"
-WIDE_FR = WIDE_FR, f"{WIDE_FR}-s1"
+WIDE_FR = WIDE_FR, f"{WIDE_FR}-s1", f"{WIDE_FR}-s2"
 GAINS = [  # (what is changed, the result, that which it is compared with)
     ("10,000 pieces, not 5,000", "pieces-en-de", "multi30k-en-de"),
     ("the same, 4,000 updates fewer", "multi30k-en-fr-10k", "multi30k-en-fr"),
