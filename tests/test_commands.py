@@ -1192,6 +1192,14 @@ def test_another_model_reads_the_hypotheses_back(
     ]
 
 
+def test_the_other_models_verdict_counts_a_quarter(small, other_way):
+    """Where no weight is given, as --help says."""
+    command = ["translate", "--model", str(small), "--back", str(other_way)]
+    translator, cpu = book.load_translator(small), torch.device("cpu")
+    args = book.parser().parse_args(command)
+    assert book.way_to_choose(args, translator, cpu)["weight"] == 0.25
+
+
 def test_evaluate_measures_what_was_read_back(
     capsys, small, other_way, corpus, tmp_path
 ):
