@@ -228,6 +228,19 @@ def test_bleu_knows_its_extremes():
     assert math.isclose(first, 100 * 2 / 9)  # clipped at the reference's two
 
 
+def test_bleu_is_of_as_many_outputs_as_references():
+    text = "a man sleeps on a green couch today .".split()
+    with pytest.raises(ValueError, match="longer"):
+        book.bleu_by_hand([text], [text, text])
+
+
+def test_a_penalty_that_falls_with_length_is_refused():
+    """With it the first to end would be taken for the best."""
+    model, rows = sources(0, [3])
+    with pytest.raises(book.InputError, match="alpha is -1"):
+        book.beam_search(model, book.pad(rows), alpha=-1)
+
+
 @pytest.mark.parametrize("language", ["zh", "zh-TW", "ja", "th", "km_KH"])
 def test_without_spaces_letters_count(language):
     """Else each sentence is one word: nearly right is as bad as wrong."""

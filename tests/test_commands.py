@@ -1255,6 +1255,28 @@ def test_the_texts_of_the_beam_vote(capsys, small, corpus, tmp_path):
     assert outputs != model.translate(sources, 6)
 
 
+@pytest.mark.parametrize("likelier", [0, 1])
+def test_of_texts_with_as_many_votes_the_likelier_comes_first(likelier):
+    """As of two that differ in spaces alone, which chrF does not see."""
+
+    class Joined:
+        join = staticmethod(" ".join)
+
+    texts = ["ice", "skater"], ["iceskater"]
+    logs = [-1.0 if i == likelier else -3.0 for i in range(2)]
+    found = [book.Hypothesis(x, x, text) for x, text in zip(logs, texts)]
+    [(first, second)] = book.vote(Joined, [found])
+    assert first[0] == second[0]
+    assert first[1] == " ".join(texts[likelier])
+
+
+def test_read_back_refuses_a_model_of_the_same_direction(small):
+    model = book.load_translator(small)
+    lists = model.hypotheses(SENTENCES[:1], 2)
+    with pytest.raises(book.InputError, match="must translate en to de"):
+        book.read_back(model, model, SENTENCES[:1], lists)
+
+
 def test_only_a_model_of_the_other_direction_reads_back(capsys, small):
     arguments = ["translate", "--model", small, "--device", "cpu", "ja"]
     message = refused(capsys, *arguments, "--back", small)

@@ -568,6 +568,23 @@ def test_what_is_held_out_is_not_in_the_training_text_a_second_time(tmp_path):
     assert "left out: 2 that are held out as well" in train.report(val)
 
 
+def test_copies_of_validation_files_are_counted_and_stay(tmp_path):
+    """What is in the files is the reader's choice; what it does is said."""
+    lines = [f"w{n} " + 30 * "w" for n in range(9)]
+    lines[5] = lines[7] = lines[3]
+    targets = [*lines[:7], "other", lines[8]]
+    write(tmp_path, train_de=lines, train_en=targets)
+    write(tmp_path, val_de=lines[2:4], val_en=lines[2:4])
+    train, val = book.training_pairs(tmp_path, "de", "en")
+    assert len(train) == len(list(train)) == 9 and len(val) == 2
+    said = train.report(val)
+    assert "3 of the training pairs are in the validation set, too" in said
+    assert "left out" not in said
+    write(tmp_path, val_de=["other"], val_en=["other"])
+    train, val = book.training_pairs(tmp_path, "de", "en")
+    assert "too" not in train.report(val)
+
+
 def test_nothing_but_copies_is_named(tmp_path):
     lines = ["the same long sentence once more and again"] * 60
     write(tmp_path, train_de=lines, train_en=lines)

@@ -101,8 +101,8 @@ def run():
     seen |= recorded(book.adam, model)
     seen |= recorded(book.learning_rate, 1)
     seen |= recorded(book.length_penalty, 5)
-    back = SimpleNamespace(model=model)
-    seen |= recorded(book.read_back, None, back, [], [])
+    both = SimpleNamespace(model=model, src="de", tgt="de")
+    seen |= recorded(book.read_back, both, both, [], [])
     seen |= recorded(book.vote, None, [])
     objects = {"Config": model.config, "Batch": batch}
     return seen, objects | {type(m).__name__: m for m in model.modules()}

@@ -187,6 +187,11 @@ def test_scores_are_over_all_sentences_together():
     assert scores["well-formed"] == 1 and scores["exact"] == 0
 
 
+def test_scores_are_of_as_many_trees_as_references():
+    with pytest.raises(ValueError, match="shorter"):
+        book.parse_scores(["(S a )S".split()], [])
+
+
 def test_a_span_counts_as_often_as_it_is_there():
     twice, once = "(S (S a )S )S".split(), "(S a )S".split()
     assert book.parse_scores([twice], [once])["precision"] == 1 / 2

@@ -395,6 +395,24 @@ def test_with_bpe_dropout_a_change_between_epochs_is_noticed(
     assert named in str(caught.value) and "--resume" in str(caught.value)
 
 
+def test_a_change_while_it_is_encoded_is_noticed(
+    folder, tmp_path, pieces, monkeypatch
+):
+    """As when train.de is still being copied: else the digests are wrong."""
+    texts, _ = book.training_pairs(folder, "de", "en")
+    corpus = book.EncodedCorpus(texts, tmp_path / "pairs.pt")
+    encode = book.encode_portion
+
+    def slow(*arguments):
+        exchange(folder / "train.de", b"e", b"a")
+        return encode(*arguments)
+
+    monkeypatch.setattr(book, "encode_portion", slow)
+    with pytest.raises(InputError, match="train.de changed while it was"):
+        corpus.pairs(coder(pieces))
+    assert not (tmp_path / "pairs.pt").exists()
+
+
 def test_what_was_too_long_stays_out_in_every_epoch(pieces):
     texts = [PAIRS[0], ("Hund " * 101, "dog"), PAIRS[1]]
     packed, draw = book.pack(coder(pieces), texts), random.Random(0)
