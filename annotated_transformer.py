@@ -10189,7 +10189,7 @@ def ways_of_writing():
             greedy, model, src, 5, half.begin
         )
     best = dict.fromkeys(ways, math.inf)
-    for turn in range(4):  # in turns: a slow moment is not for one alone
+    for turn in range(3):  # in turns: a slow moment is not for one alone
         for name, write in ways.items():
             began = time.perf_counter()
             write()
@@ -18025,8 +18025,9 @@ class Texts:
 # A copy is the same pair: a source with another target is none.)
 #
 # Validation files are taken as they are. If training text has copies of their
-# pairs, `train` only says how many. A text of over 5,000 letters is refused,
-# if it is in one of the first 1,000 pairs, which training translates.
+# pairs, `train` only says how many (but for short ones). A text of over 5,000
+# letters is refused, if it is in one of the first 1,000 pairs, which training
+# translates.
 
 
 # %% tags=["plumbing"]

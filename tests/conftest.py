@@ -1,10 +1,14 @@
 """What every test may use: the same seed, and the real data if it is here."""
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
+# jsonschema, which nbformat asks, would learn the grammar of web addresses
+# from it: that takes a second in each process, and no notebook here has such.
+sys.modules["rfc3987_syntax"] = None
 if "PYTEST_XDIST_WORKER" in os.environ:  # each worker has one of the cores
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -73,7 +77,7 @@ def toy_translator():
     What the book's recipe reaches is told by its notebook: see
     test_notebook.py.
     """
-    shorter = dict(steps=400, warmup=100)
+    shorter = dict(steps=340, warmup=85)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in shorter.items():
             patch.setitem(book.TOY_RECIPE, name, value)

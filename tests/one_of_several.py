@@ -15,6 +15,7 @@ ways, and writes what it found to FOLDER, a file for each rank.
 
 import contextlib
 import json
+import operator
 import os
 import signal
 import sys
@@ -34,10 +35,14 @@ def without_compiler():
     """Do not load torch's compiler, which takes longer than all else here.
 
     DistributedDataParallel only asks it for a setting, and for functions
-    that are not to be compiled. In `probe` it does so as everywhere.
+    that are not to be compiled; and autograd asks it whether two shapes are
+    equal. In `probe` both do so as everywhere.
     """
     sys.modules["torch._dynamo"] = mock.MagicMock(
         disable=lambda function, *_, **__: function
+    )
+    sys.modules["torch.fx.experimental.symbolic_shapes"] = mock.MagicMock(
+        sym_eq=operator.eq, expect_true=bool
     )
 
 

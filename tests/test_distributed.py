@@ -37,7 +37,7 @@ PLAIN = [
 ]  # fmt: skip
 LEVERS = [
     *PLAIN, "--dropout", 0.2, "--attention-dropout", 0.1, "--r-drop", 1,
-    "--norm-first", "--ema", 0.9, "--half",
+    "--norm-first", "--ema", 0.9, "--half", "--pieces", 150,
 ]  # fmt: skip
 STEPS = 12
 
