@@ -60,15 +60,17 @@ def spread(values):
     return [float(f"{value:.4g}") for value in found]
 
 
-def in_turn(runs, rounds):
+def in_turn(runs, rounds, anew=()):
     """{name: [tokens a second of each round]} of functions, in alternation.
 
     A function returns its tokens, or (tokens, seconds) if not all of the time
-    it takes is to be counted.
+    it takes is to be counted. `anew`: those that begin anew each time.
     """
     rates = {name: [] for name in runs}
     for turn in range(rounds + 1):
         for name, run in runs.items():
+            if not turn and name in anew:
+                continue  # nothing of it would be warm later
             began = time.perf_counter()
             tokens, taken = run(), time.perf_counter() - began
             if isinstance(tokens, tuple):
@@ -232,7 +234,7 @@ def the_forms(args):
             runs["two processes"] = lambda: two_processes(
                 args, folder, tokens, half
             )
-        rates = in_turn(runs, args.rounds)
+        rates = in_turn(runs, args.rounds, anew={"two processes"})
     return show("forms", rates, book.FORMS[0])
 
 
