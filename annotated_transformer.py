@@ -13894,8 +13894,8 @@ def pre_norm_needs_it_less(seeds=3, updates=90, N=2):
 # The paper's trees may not be copied freely, so a small grammar writes ours. A
 # rule says what a symbol may consist of, with a weight for how often. {n} and
 # {m} stand for s or p, singular or plural. (Where the left side leaves the
-# letter open, there are two rules, each with the whole weight: so of seventeen
-# sentences one is two joined by *and*.) The tree shows neither what follows
+# letter open, there are two rules, each with the whole weight: so once in 17
+# times an S is two, joined by *and*.) The tree shows neither what follows
 # a slash nor the classes of words, such as Det; of a symbol with a plus it
 # shows only the parts. S is a sentence, NP and VP are phrases around a noun
 # and a verb, PP begins with *of* or *with*, SBAR with *that*. Verbs of the
@@ -20045,9 +20045,10 @@ def speaks_for_all(store):
 #   on newer ones for seed 1 of line 1 and lines 10 to 12 to German and for
 #   line 6 to French, and on an Intel Xeon for line 4 to French and seed 1 of
 #   its line 3. Other programs ran beside line 2 from German, beside lines 8, 9
-#   (seeds 1 and 2) and a part of 12 to German, and beside line 3 (seeds 1 and
-#   2) and parts of 4 and 6 to French. Seed 2 of line 6 to French was often
-#   stopped for them; without it the mean is 106 minutes.
+#   (seeds 1 and 2), a part of 12 and, small ones, seed 1 of 1 to German, and
+#   beside line 3 (seeds 1 and 2) and parts of 4 and 6 to French. Seed 2 of
+#   line 6 to French was often stopped for them; without it the mean is 106
+#   minutes.
 # * *Cores* are those that a run had; where it is 1, the other was busy with
 #   something else (and the English-French run of 5,000 pieces had to share
 #   even that one at times).
