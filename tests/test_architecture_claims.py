@@ -17,6 +17,21 @@ SLIPS = {
         "return x + self.norm(self.drop(sublayer(x)))",
         "residual_then_norm",
     ),
+    "dropout after the sum": (
+        "return self.norm(x + self.drop(sublayer(x)))",
+        "return self.norm(self.drop(x + sublayer(x)))",
+        "dropout_falls_in_two_places",
+    ),
+    "dropout of the embedding alone": (
+        "return self.drop(x + self.table[start:end])",
+        "return self.drop(x) + self.table[start:end]",
+        "dropout_falls_in_two_places",
+    ),
+    "eight heads of another width": (
+        "h: int = 8  # heads",
+        "h: int = 4  # heads",
+        "defaults_are_the_papers",
+    ),
     "five layers": (
         "N: int = 6  #",
         "N: int = 5  #",

@@ -183,6 +183,21 @@ def test_each_command_that_is_written_is_understood(path):
         understood(command)
 
 
+def test_each_command_in_the_book_and_of_the_benchmarks_is_understood():
+    """But for those of which only a part is shown, with dots."""
+    prose = re.sub(r"(?m)^# ?", "", SCRIPT.read_text("utf-8"))
+    speed = (ROOT / "benchmarks/README.md").read_text("utf-8")
+    found = re.findall(
+        r"`((?:python|torchrun)\s[^`]*annotated_transformer\.py[^`]*)`",
+        f"{prose} {speed}",
+    )
+    whole = [" ".join(c.split()) for c in found if "…" not in c]
+    whole = [command for command in whole if "--help" not in command]
+    assert len(whole) > 10
+    for command in whole:
+        understood(command)
+
+
 def test_what_the_readme_shows_of_real_captions_is_what_comes_out(data):
     text = (ROOT / "README.md").read_text("utf-8")
     command, shown = re.search(
@@ -230,6 +245,7 @@ def test_a_preset_is_what_is_said_of_it(preset, steps, warmup, places, pieces):
     assert recipe.r_drop == recipe.bpe_dropout == 0
     assert not args.both and not args.lowercase
     assert book.Config(2, 2, **sizes).attention_dropout == 0
+    assert book.averaged(args) == (20 if preset == "big" else 5)
     if preset == "laptop":
         assert recipe.decay == "linear" and sizes["norm_first"]
     else:
@@ -387,7 +403,8 @@ def test_laptop_halves_products_where_it_pays_and_keeps_to_it(
 def test_what_is_not_said_is_what_help_says():
     read = book.parser().parse_args
     train = read(["train", "--corpus", "toy", "--out", "x", "--no-onednn"])
-    assert (train.save_every, train.average, train.preset) == (1000, 5, "tiny")
+    assert (train.save_every, train.preset) == (1000, "tiny")
+    assert book.averaged(train) == 5
     assert (train.src, train.tgt, train.seed) == ("de", "en", 0)
     recipe, sizes, pieces = book.settings_of(train)
     for name, value in book.TOY_RECIPE.items():
@@ -2317,3 +2334,13 @@ def test_a_picture_that_fails_leaves_nothing_behind(
     said = refused(capsys, "curves", "--model", model, "--out", out)
     assert str(out) in said and "No space left" in said
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("kept", ["model.json", "weights.pt"])
+def test_no_remedy_leads_in_a_circle(corpus, small, tmp_path, capsys, kept):
+    """Of a folder that is no run: neither --resume nor its lack helps."""
+    shutil.copy(small / kept, tmp_path / kept)
+    command = training_command(corpus, tmp_path, 4)
+    assert "--resume" not in refused(capsys, *command)
+    message = refused(capsys, *command, "--resume")
+    assert "without --resume" not in message and "another --out" in message

@@ -498,3 +498,26 @@ def test_translating_leaves_the_random_numbers_alone():
     for beam in (1, 2):
         translator.translate(texts, beam)
     assert torch.get_rng_state().equal(before)
+
+
+@pytest.mark.parametrize("width", [0, -1])
+def test_a_beam_without_a_place_is_refused(width):
+    model, src = lively_model(0), torch.randint(4, 14, (2, 4))
+    with pytest.raises(book.InputError, match="at least 1"):
+        book.beam_search(model, src, width)
+
+
+@pytest.mark.parametrize("alpha", [math.nan, -0.1, 2000])
+def test_a_power_that_is_none_is_refused(alpha):
+    model, src = lively_model(0), torch.randint(4, 14, (2, 4))
+    with pytest.raises(book.InputError, match="from 0 to 20"):
+        book.beam_search(model, src, 2, alpha)
+
+
+def test_sizes_and_updates_are_whole_numbers():
+    for make in (
+        lambda: book.Recipe(steps=2e3), lambda: book.Config(N=2.0),
+        lambda: book.Recipe(max_tokens=512.0),
+    ):  # fmt: skip
+        with pytest.raises(book.InputError, match="whole number"):
+            make()

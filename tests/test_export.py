@@ -441,3 +441,109 @@ def test_without_such_products_it_is_refused(capsys, monkeypatch, tmp_path):
     model = "--model", tmp_path, "--device", "cpu"
     message = refused(capsys, "translate", *model, "--int8", TEXTS[0])
     assert "--int8" in message and "not implemented here" in message
+
+
+def test_8_bits_of_a_model_in_16_are_those_of_one_in_32():
+    """The largest number of a row is 127, in whatever format it comes."""
+    x = torch.randn(1000, 64)
+    for kind in (torch.bfloat16, torch.float16, torch.float32):
+        rows, factor = book.int8_rows(x.to(kind))
+        assert rows.min() >= -127 and factor.dtype == torch.float32
+        largest = x.to(kind).float().abs().amax(-1, keepdim=True)
+        torch.testing.assert_close(factor * 127, largest)
+    weight, x = torch.randn(32, 64), torch.randn(9, 64)
+    found = book.Int8Product(weight.half())(100 * x.half())
+    assert found.dtype == torch.float16
+    torch.testing.assert_close(
+        found.float(), 100 * x @ weight.T, rtol=0.1, atol=50
+    )
+
+
+def test_who_exports_a_model_of_their_own_is_told_of_no_other_way(tmp_path):
+    class Other(book.FeedForward):
+        def forward(self, x):
+            return -super().forward(x)
+
+    needed("ctranslate2")
+    translator = words()
+    book.exchange(translator.model, {book.FeedForward: Other})
+    with pytest.raises(book.InputError) as caught:
+        book.export_ctranslate2(translator, tmp_path / "out")
+    assert "CTranslate2 knows" in str(caught.value)
+    assert "greedy" not in str(caught.value)
+
+
+def test_a_weight_too_large_for_16_bits_is_not_saved_as_infinity(tmp_path):
+    translator = words()
+    with torch.no_grad():
+        translator.model.encoder.layers[0].feed_forward.W_1.bias[0] = -1e5
+    with pytest.raises(book.InputError, match="too large for 16 bits"):
+        book.save_translator(translator, tmp_path / "new", half=True)
+    assert not (tmp_path / "new").exists()
+    book.save_translator(translator, tmp_path / "new")
+    again = book.load_translator(tmp_path / "new").model
+    assert again.encoder.layers[0].feed_forward.W_1.bias[0] == -1e5
+
+
+def test_what_loading_needs_is_no_fact_of_ones_own(tmp_path):
+    book.save_translator(words(), tmp_path, config={}, note="mine")
+    assert '"note": "mine"' in (tmp_path / "model.json").read_text("utf-8")
+    book.load_translator(tmp_path)
+
+
+def test_a_fact_that_cannot_be_written_leaves_no_folder(tmp_path):
+    with pytest.raises(TypeError):
+        book.save_translator(words(), tmp_path / "new", note=object())
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_device_that_is_not_here_is_named(tmp_path):
+    book.save_translator(words(), tmp_path)
+    with pytest.raises(book.InputError, match="no device 'abacus'"):
+        book.load_translator(tmp_path, "abacus")
+    assert book.load_translator(tmp_path, "auto")
+
+
+def test_sizes_that_a_description_leaves_out_are_the_defaults(tmp_path):
+    book.save_translator(words(), tmp_path)
+    path = tmp_path / "model.json"
+    text = path.read_text("utf-8")
+    less = re.sub(r'"src_vocab": \d+,', "", text)
+    assert less != text
+    path.write_text(less, "utf-8")
+    with pytest.raises(
+        book.InputError, match="made for 37000|made for 37,000"
+    ):
+        book.load_translator(tmp_path)
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_without_memory_a_writer_blames_nothing_else(monkeypatch, at_once):
+    translator = words()
+
+    def full(*_, **__):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you …")
+
+    part = "lay_out" if at_once else "begin"
+    monkeypatch.setattr(book.Writer, part, full)
+    with pytest.raises(RuntimeError, match="allocate memory"):
+        translator.translate(TEXTS[:1])
+
+
+def test_an_error_in_a_part_of_ones_own_is_told_as_the_cause():
+    translator = words()
+
+    class Broken(book.FeedForward):
+        def forward(self, x):
+            return self.lost(x)
+
+    book.exchange(translator.model, {book.FeedForward: Broken})
+    with pytest.raises(book.InputError) as caught:
+        translator.translate(TEXTS[:1])
+    assert "lost" in str(caught.value.__cause__)
+
+
+def test_half_a_character_is_refused_by_number():
+    texts = [TEXTS[0], "ein \ud83d Hund"]
+    with pytest.raises(book.InputError, match="text 2 has a character"):
+        words().translate(texts)

@@ -317,8 +317,8 @@ def test_an_empty_text_stays_empty_though_it_has_a_tag():
 
 @pytest.mark.parametrize("beam", [1, 4])
 def test_one_text_is_not_taken_for_its_letters(german, beam):
-    with pytest.raises(InputError, match=r"such as \[text\]"):
-        german.translate("der Mann", beam)
+    [output] = german.translate(["der Mann"], beam)
+    assert german.translate("der Mann", beam) == output
     with pytest.raises(InputError, match=r"such as \[text\]"):
         german.hypotheses("der Mann", beam)
     with pytest.raises(InputError, match="lists of words"):
@@ -512,3 +512,46 @@ def test_each_side_is_cut_by_its_own_pieces():
     [(src, tgt)] = book.encode_portion(translator, [texts[:2]])
     assert src == pair[0].encode(pair[0].split(texts[0], "de"))
     assert tgt[1:] == pair[1].encode(pair[1].split(texts[1], "en"))
+
+
+def test_pieces_with_other_ids_for_the_special_tokens_are_refused():
+    """sentencepiece's own defaults: <unk> is 0, and there is no padding."""
+    import io
+
+    import sentencepiece
+
+    written = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["ein Hund rennt .", "a dog runs ."] * 9),
+        model_writer=written, vocab_size=30, model_type="bpe",
+        minloglevel=2,
+    )  # fmt: skip
+    with pytest.raises(InputError, match="pad_id=-1, bos_id=1"):
+        book.Pieces(written.getvalue())
+
+
+def test_vocabularies_of_another_size_than_the_models_are_refused():
+    texts = ["ein Hund rennt .", "a dog runs .", "zwei Hunde rennen ."] * 9
+    vocabs = [book.Pieces.learn(texts, 40)] * 2
+    for size in (39, 41):
+        model = book.Transformer(book.Config(size, size, **SIZES))
+        with pytest.raises(InputError, match=f"have 40 .*is for {size} and"):
+            book.Translator(model, vocabs, ("de", "en"))
+
+
+def test_pairs_that_come_once_are_enough_for_both_vocabularies():
+    pairs = [("ein Hund", "a dog"), ("zwei Hunde", "two dogs")] * 30
+    for pieces in (0, 24):
+        listed = book.learn_vocabularies(pairs, ("de", "en"), pieces)
+        once = book.learn_vocabularies(iter(pairs), ("de", "en"), pieces)
+        assert (
+            [v.words for v in once] == [v.words for v in listed]
+            if (not pieces)
+            else once[0].model == listed[0].model
+        )
+
+
+@pytest.mark.parametrize("code", ["jpn", "zho_Hans", "tha-Thai", "ja", "my"])
+def test_a_language_without_spaces_is_known_by_either_code(code):
+    score = book.bleu(["ねこがねる"], ["いぬがねる"], language=code)
+    assert "tok:13a" not in score.signature

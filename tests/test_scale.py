@@ -576,3 +576,22 @@ def test_an_update_of_other_size_than_asked_for_is_said(
     assert "an update has 500 places, not 700" in said[0]
     epochs = [re.findall(r"about ([\d.]+) epochs", text) for text in said]
     assert epochs[0] == epochs[1] and len(epochs[0]) == 1
+
+
+def test_a_corpus_is_found_again_whatever_kind_its_facts_are(
+    folder, tmp_path, pieces
+):
+    texts, _ = book.training_pairs(folder, "de", "en")
+    facts, path = {"languages": ("de", "en"), "held": 0}, tmp_path / "pairs.pt"
+    first = book.EncodedCorpus(texts, str(path), **facts)
+    first.pairs(coder(pieces))
+    again = book.EncodedCorpus(texts, str(path), **facts)
+    assert again.stored and again.changed == []
+
+
+def test_lists_of_unequal_length_are_refused_as_files_are():
+    texts = book.Texts("mine", (["a", "b"], ["c"]))
+    with pytest.raises(InputError, match="2 and 1 lines"):
+        len(texts)
+    with pytest.raises(InputError, match="no pair of sentences"):
+        len(book.Texts("mine", (["a"], [""])))
