@@ -990,7 +990,7 @@ class Config:
         for name in ("src_vocab", "tgt_vocab", "N", "d_model", "d_ff", "h"):
             if (value := getattr(self, name)) < 1:
                 raise InputError(f"{name} must be at least 1")
-            if not isinstance(value, int):
+            if isinstance(value, float):
                 raise InputError(f"{name} must be a whole number, not {value}")
         if self.d_model % self.h:
             raise InputError(
@@ -7253,7 +7253,7 @@ class Recipe:
         for name in ("steps", "warmup", "batch_tokens", "max_tokens"):
             if (value := getattr(self, name)) < 1:
                 raise InputError(f"{name} must be at least 1, not {value}")
-            if not isinstance(value, int):
+            if isinstance(value, float):
                 raise InputError(f"{name} must be a whole number, not {value}")
         if self.max_tokens > self.batch_tokens:
             raise InputError(
@@ -11581,7 +11581,10 @@ class Translator(Coder):
         ]
 
     def translate_words(self, sentences, beam=1, alpha=0.6):
-        """Lists of source tokens -> lists of target tokens."""
+        """Lists of source tokens, as `split` gives them -> of target tokens.
+
+        (A model of both directions finds its tag first among them.)
+        """
         sentences = list(sentences)
         if any(isinstance(words, str) for words in sentences):
             raise InputError("give lists of words, or ask for `translate`")
@@ -12107,9 +12110,10 @@ def a_page_of_translations():
 
 # %% [markdown]
 # **Asked often:** how do I translate with the trained model, and in a new
-# process? Ask it: `translator.translate("der Mann liest ein Buch .")`, or a
-# list of texts, which is much faster than one after the other. Dropout is off
-# then, without your doing. To keep the model, `save_translator(translator,
+# process? With `translator, _ = toy_translator()`, ask it:
+# `translator.translate("der Mann liest ein Buch .")`, or give it a list of
+# texts, which is much faster than one after the other. Dropout is off then,
+# without your doing. To keep the model, `save_translator(translator,
 # "my-model")` writes a folder with all that translation needs. In a new
 # process `load_translator("my-model")` gives it back (*Saved models*), and on
 # the command line it is `python annotated_transformer.py translate --model
@@ -12310,10 +12314,11 @@ def big_is_best_to_french(name="big"):
 # but the caption of Table 2 speaks of a fraction of the cost, and seems to
 # mean both models.)
 #
-# To French much depends on the number: with 41.8 big is better than all, with
-# the text's 41.0 not than two of the ensembles. And base, with 38.1, is below
-# each of the others: what the caption says of better scores, and Section 1 of
-# a new state of the art after twelve hours, holds of base to German alone.
+# To French much depends on the number: with 41.8 big is better than all; with
+# the text's 41.0 two of the ensembles are better. And base, with 38.1, is
+# below each of the others: what the caption says of better scores, and Section
+# 1 of a new state of the art after twelve hours, holds of base to German
+# alone.
 #
 # ### 6.1 Beam search
 #
@@ -15785,7 +15790,7 @@ def the_heads_for_the_time():
 
 
 # %% [markdown]
-# **What to notice.** Most heads are not missed by themselves; the dark cells
+# **What to notice.** Most heads are not missed by themselves; the low numbers
 # are the exceptions. None of those that look at the time is missed alone, for
 # the others do its work. But without all of them most sentences with *hat* and
 # a time go wrong, nearly all the rest stay right, and as many other heads make
@@ -22287,7 +22292,9 @@ def run_train(args):
         refuse_other_model(folder)
     if args.resume and not (folder / "checkpoint.pt").exists():
         remedy = "give the same command without --resume"
-        if any(folder.glob("*.pt")) or (folder / "model.json").exists():
+        try:
+            refuse_other_model(folder)
+        except InputError:  # that would be refused, too
             remedy = "start anew with another --out, or delete the folder"
         raise InputError(
             f"{folder}: nothing to resume (no checkpoint.pt); {remedy}"

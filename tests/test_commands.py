@@ -2344,3 +2344,5 @@ def test_no_remedy_leads_in_a_circle(corpus, small, tmp_path, capsys, kept):
     assert "--resume" not in refused(capsys, *command)
     message = refused(capsys, *command, "--resume")
     assert "without --resume" not in message and "another --out" in message
+    (tmp_path / kept).rename(tmp_path / "pairs.pt")  # killed while encoding
+    assert "without --resume" in refused(capsys, *command, "--resume")
