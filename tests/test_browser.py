@@ -610,8 +610,9 @@ def test_jupyter_shows_the_notebook_with_all_charts(
 ):
     """JupyterLab and Notebook, offline: live charts and unbroken images.
 
-    Of the code, which is most of it, one of the two will do. What goes wrong
-    with a blank notebook as well is Jupyter's own.
+    Of the code, which is most of it, one of the two will do, and of the links
+    as well: both show text by the same program. What goes wrong with a blank
+    notebook as well is Jupyter's own.
     """
     context = browser.new_context(viewport={"width": 1280, "height": 800})
     # A thousand cells at once, and the other tests beside them: 45 seconds
@@ -646,6 +647,12 @@ def test_jupyter_shows_the_notebook_with_all_charts(
     blank = page.evaluate(f"[...document.querySelectorAll('{LIVE}')]{BLANK}")
     assert blank == 0
     assert page.evaluate(BROKEN) == []
+    titles = "The levers, measured", "How good is it? BLEU"
+    for title in titles if place == "notebooks" else ():
+        link = page.locator(".jp-MarkdownOutput a:visible", has_text=title)
+        link.first.click()
+        heading = page.locator(".jp-MarkdownOutput h3", has_text=title).first
+        sync_api.expect(heading).to_be_in_viewport()
     assert set(troubles) <= own
     assert not any(trouble.startswith("asked for") for trouble in troubles)
     context.close()

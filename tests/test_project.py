@@ -154,6 +154,26 @@ def test_pictures_go_in_and_come_out_again():
     assert notebook.with_paths(inside) == text
 
 
+def test_titles_become_links_and_come_out_again():
+    """Of sections that are there once; by the names that JupyterLab gives."""
+    book = notebook.read_source()
+    found, names = [], notebook.anchors(book)
+    for cell in book.cells:
+        if cell.cell_type == "markdown":
+            found += re.findall(
+                r"\[\*([^*]+)\*\]\((#\S+?)\)(?!-)", cell.source
+            )
+    assert len(found) > 150 and "Exercises" not in names
+    for title, name in found:
+        assert name == f"#{names[' '.join(title.split())]}"
+    assert names["The ledger"] == "The-ledger"
+    text = "See *The\n  ledger*, *no title*, a * b * c, and **The ledger**."
+    inside = notebook.linked(text, names)
+    assert inside.startswith("See [*The\n  ledger*](#The-ledger), *no title*")
+    assert inside.count("](#") == 1
+    assert notebook.with_paths(inside) == text
+
+
 def test_a_picture_lasts_as_long_as_its_drawing(monkeypatch, tmp_path):
     """A machine with other fonts would paint it otherwise."""
     drawn = notebook.stored_pictures()

@@ -49,11 +49,11 @@ def read_source():
     """Return the source as a notebook without outputs.
 
     A cell's id comes from its text, so it stays when others move. What is
-    optional is folded in Jupyter and in Colab.
+    optional is folded in Jupyter and in Colab. Titles become links.
     """
     book = jupytext.read(SOURCE, fmt="py:percent")
     book.metadata = nbformat.from_dict(METADATA)
-    seen, drawn = {}, stored_pictures()
+    seen, drawn, places = {}, stored_pictures(), anchors(book)
     for cell in book.cells:
         copy = seen[cell.source] = seen.get(cell.source, 0) + 1
         text = f"{cell.cell_type} {copy} {cell.source}"
@@ -62,8 +62,39 @@ def read_source():
             cell.metadata.jupyter = {"source_hidden": True}
             cell.metadata.cellView = "form"
         if cell.cell_type == "markdown":
-            cell.source = embedded(cell.source, drawn)
+            cell.source = embedded(linked(cell.source, places), drawn)
     return book
+
+
+def anchors(book):
+    """Return {title: name} of the headings, as JupyterLab names them.
+
+    A title may be told without its number. Those that stand twice are no
+    place to go to.
+    """
+    found = [
+        re.sub(r"[*`]", "", title)
+        for cell in book.cells
+        if cell.cell_type == "markdown"
+        for title in re.findall(r"(?m)^#{1,6} (.+)$", cell.source)
+    ]
+    names = {}
+    for title in found:
+        if found.count(title) == 1:
+            plain = re.sub(r"^[\d., ]+", "", title)
+            name = title.replace(" ", "-")
+            names |= {title: name} | ({plain: name} if " " in plain else {})
+    return names
+
+
+def linked(text, places):
+    """Return Markdown where the title of a section, in italics, is a link."""
+
+    def link(match):
+        name = places.get(" ".join(match[1].split()))
+        return f"[{match[0]}](#{name})" if name else match[0]
+
+    return re.sub(r"(?<![*\w])\*(?=\S)([^*`]+)(?<=\S)\*(?![*\w])", link, text)
 
 
 def embedded(text, drawn):
@@ -100,7 +131,8 @@ def embedded(text, drawn):
 
 
 def with_paths(text):
-    """Return Markdown as it was before `embedded`, but for line ends."""
+    """Return Markdown as it was before that, but for line ends."""
+    text = re.sub(r"\[(\*[^*]+\*)\]\(#\S*?\)(?!-)", r"\1", text)
     text = PICTURE.sub("", text)
     return re.sub(r"(!\[[^\]]*\])\[([\w-]+)\]", r"\1(images/\2.svg)", text)
 

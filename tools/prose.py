@@ -93,6 +93,21 @@ def mathml(tex, display="block"):
 # Prose
 
 
+def unlinked(children):
+    """Return tokens without the notebook's own links, whose names are others.
+
+    What they enclose stays.
+    """
+    kept, inside = [], False
+    for child in children:
+        own = child.type == "link_open" and child.attrs["href"][:1] == "#"
+        inside |= own
+        if not own and not (inside and child.type == "link_close"):
+            kept.append(child)
+        inside &= child.type != "link_close"
+    return kept
+
+
 class Prose:
     """The parsed prose of all cells, with the places to link to.
 
@@ -193,7 +208,7 @@ class Prose:
 
     def refine(self, before, token, kept):
         """Link an inline token's references; set apart pictures and asides."""
-        token.children = join_lines(token.children)
+        token.children = join_lines(unlinked(token.children))
         if before.type == "th_open":
             before.attrs["scope"] = "col"
             if not token.content:
