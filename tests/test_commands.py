@@ -259,8 +259,8 @@ def test_a_preset_is_what_is_said_of_it(preset, steps, warmup, places, pieces):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(1, 5))
-def test_the_other_seeds_copy_too(seed):
+@pytest.mark.parametrize("seed", [1, 2])
+def test_other_seeds_copy_too(seed):
     _, losses, right = book.train_copy(seed)
     assert right == 1000 and len(losses) <= 600
 
