@@ -20,6 +20,9 @@ SAID = {
         "the future is open": "words of the future",
         "no positions": "order of earlier words",
         "not tied": "8864 weights",
+        "shifted twice": "shifted already",
+        "probabilities": "leave the softmax to the loss",
+        "their logarithms": "leave the softmax to the loss",
     },
     "turning_attention": {
         "positions are added": "padding on the left",
@@ -148,8 +151,10 @@ def test_the_heads_may_be_added_up_by_einsum():
 def test_a_function_among_the_inputs_is_named_in_words():
     exercise = book.EXERCISES["reach_by_nudging"]
 
-    def sees_nothing(f, x):
-        return torch.zeros(len(x), len(x), dtype=torch.bool)
+    def sees_one(f, x):
+        seen = torch.zeros(len(x), len(x), dtype=torch.bool)
+        seen[0, -1] = True
+        return seen
 
-    said = exercise.verdict(sees_nothing)
+    said = exercise.verdict(sees_one)
     assert "a function" in said and "0x" not in said
