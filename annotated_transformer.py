@@ -3068,9 +3068,9 @@ def loudness(x, W_1, b_1, W_2): ...
 # word is the dot product of the vector with that word's row. The paper uses
 # **one** matrix for all three (as Press and Wolf, 2017, advise): source
 # embedding, target embedding and output. (So both languages need one
-# vocabulary; theirs have one, see Section 5.1.) They are not three matrices
-# that start equal, but one object, which is trained from three sides. The
-# three are said to be *tied*.
+# vocabulary, as English and German have in Section 5.1.) They are not three
+# matrices that start equal, but one object, which is trained from three sides.
+# The three are said to be *tied*.
 #
 # **Asked often:** are the source, target and output embeddings really one
 # matrix? Yes, in the paper and here, and it needs one vocabulary for both
@@ -6034,8 +6034,9 @@ def learning_rate_curves():
 # not epochs. Where only memory forces small batches, keep the paper's numbers
 # and add up the gradients of several (*The training loop*). Where small
 # updates are wanted, begin from a run here of a like size, try the factor's
-# half and its double for a tenth of the updates, and keep the largest with
-# which the loss does not fall and then jump back to where it began.
+# half and its double for a tenth of the updates, and keep the largest that
+# lasts: a loss that falls and then jumps back to where it began wants a lower
+# peak or a longer w.
 #
 # #### Exercises
 #
@@ -10013,14 +10014,6 @@ class Reader:
 
 
 # %%
-def out_of_memory(error):
-    """Whether torch asked in vain for memory, on a processor or a GPU."""
-    words = "can't allocate memory", "out of memory"  # a processor's, MPS's
-    found = any(word in str(error) for word in words)
-    kinds = torch.OutOfMemoryError, MemoryError
-    return found or isinstance(error, kinds)
-
-
 def written_otherwise(model, begin, places=24):
     """How far a cache's logits are from the model's, in parts of their spread.
 
@@ -10039,6 +10032,20 @@ def written_otherwise(model, begin, places=24):
         whole, cache = model(src, tgt), begin(src)
         found = torch.stack([cache.read(words) for words in tgt.T], 1)
     return float((found - whole).abs().mean() / whole.std())
+
+
+# %% [markdown]
+# (A full memory is no sign of a changed model; the folded cell tells the two
+# apart.)
+
+
+# %% tags=["plumbing"]
+def out_of_memory(error):
+    """Whether torch asked in vain for memory, on a processor or a GPU."""
+    words = "can't allocate memory", "out of memory"  # a processor's, MPS's
+    found = any(word in str(error) for word in words)
+    kinds = torch.OutOfMemoryError, MemoryError
+    return found or isinstance(error, kinds)
 
 
 # %% [markdown]
@@ -20549,15 +20556,14 @@ def speaks_for_all(store):
 # measured on the test set. A *line* is one of the table under *Multi30k,
 # measured*; where seeds share it, their mean. (But where seed 2 alone went on,
 # that seed: the first German-English line and the third French one, then
-# diversified text. And with seed 0 of the first German line, not its mean, are
-# compared those runs of seed 0 that differ from it in one thing.)
+# diversified text. And runs of seed 0 that differ from the first German line
+# in one thing are compared with its seed 0.)
 #
 # What is compared with what? *15,000 more* goes on from the run with 10,000
 # pieces, *10,000 updates more* from the first line's seed 0. *Diversified*
-# begins anew, and is compared with that seed, too. *Read back*, like *voting*,
-# is compared with the same published model (*-more*: the one that went on with
-# diversified text) and a plain beam of four. R-Drop, which gained nothing
-# (below), is not in the table.
+# begins anew. *Read back*, like *voting*, is compared with the same published
+# model (*-more*: the one that went on with diversified text) and a plain beam
+# of four. R-Drop, which gained nothing (below), is not in the table.
 #
 # <!-- gains: tools/results.py -->
 #
