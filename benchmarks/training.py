@@ -212,6 +212,8 @@ def the_forms(args):
     vocab, places = (100, 500) if args.quick else (10_000, 4096)
     pairs = caption_pairs(args, vocab)
     sizes = dict(book.PRESETS["tiny"])
+    if args.quick:
+        sizes |= dict(N=1, d_model=32, d_ff=64)
     config = book.Config(vocab, vocab, **sizes)
     number, forms = 1 if args.quick else 4, book.forms_that_pay()
     half = "16-bit products" in forms
@@ -267,7 +269,7 @@ def two_processes(args, folder, tokens, half):
         "--pieces", "100" if args.quick else "10000",
         "--batch-tokens", "500" if args.quick else "4096",
         "--cache", f"{folder}/cache", "--out", f"{folder}/run",
-        *(["--layers", "1"] if args.quick else []),
+        *(["--layers", "1", "--d-model", "32"] if args.quick else []),
     ]  # fmt: skip
     threads = str(max(1, torch.get_num_threads() // 2))
     environment = {**os.environ, "OMP_NUM_THREADS": threads}

@@ -107,6 +107,10 @@ def assert_same_run(out, whole):
         assert same(*(tensors(f / path.name) for f in (out, whole)))
 
 
+# What lasts does not depend on sizes, but the time does.
+SIZES = ["--layers", 1, "--d-model", 16, "--d-ff", 16, "--heads", 2]
+
+
 def training_command(corpus, out, steps, *more):
     """A run on whole words; of an option given twice the later counts.
 
@@ -115,8 +119,17 @@ def training_command(corpus, out, steps, *more):
     return [
         "train", "--corpus", corpus, "--out", out, "--steps", steps,
         "--save-every", 100, "--pieces", 0, "--device", "cpu",
-        "--no-onednn", *more,
+        "--no-onednn", *SIZES, *more,
     ]  # fmt: skip
+
+
+def started_from(folder, command):
+    """The command, with --from and without what is the model's own."""
+    command = [*command, "--from", folder]
+    for option in ("--pieces", *SIZES[::2]):
+        at = command.index(option)
+        del command[at : at + 2]
+    return command
 
 
 def write_little(patch):

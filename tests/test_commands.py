@@ -26,6 +26,7 @@ from helpers import (
     refused,
     run,
     same,
+    started_from,
     trained,
     training_command,
     weights,
@@ -259,9 +260,8 @@ def test_a_preset_is_what_is_said_of_it(preset, steps, warmup, places, pieces):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2])
-def test_other_seeds_copy_too(seed):
-    _, losses, right = book.train_copy(seed)
+def test_another_seed_copies_too():
+    _, losses, right = book.train_copy(1)
     assert right == 1000 and len(losses) <= 600
 
 
@@ -593,10 +593,8 @@ def test_a_run_from_random_weights_is_not_resumed_from_a_model(
     capsys, own, corpus, small
 ):
     before = contents(own)
-    command = training_command(corpus, own, 6, "--resume", "--from", small)
-    at = command.index("--pieces")
-    del command[at : at + 2]
-    message = refused(capsys, *command)
+    command = training_command(corpus, own, 6, "--resume")
+    message = refused(capsys, *started_from(small, command))
     assert "began without --from" in message and contents(own) == before
 
 
@@ -891,17 +889,16 @@ def test_a_reader_that_stops_reading_is_no_crash(small):
     assert process.returncode == 1 and b"error" not in errors
 
 
-@pytest.mark.parametrize("command", [["--help"], ["translate", "ja"]])
 @pytest.mark.parametrize(
-    "place, status",
+    "command, place, status",
     [
         pytest.param(
-            "/dev/full", 2,
+            ["translate", "ja"], "/dev/full", 2,
             marks=pytest.mark.skipif(
                 not Path("/dev/full").exists(), reason="only Linux has it"
             ),
         ),
-        ("pipe", 1),
+        (["--help"], "pipe", 1),
     ],
 )  # fmt: skip
 def test_what_print_kept_is_written_or_the_failure_told(
@@ -1950,8 +1947,8 @@ def test_a_corpus_of_long_lines_only_is_refused(capsys, tmp_path):
         (["--seed", 1], "seed"),
         (["--preset", "base"], "preset"),
         (["--src", "en", "--tgt", "de"], "direction (--src, --tgt)"),
-        (["--layers", 1], "layers (--layers)"),
-        (["--heads", 2], "heads (--heads)"),
+        (["--layers", 2], "layers (--layers)"),
+        (["--heads", 4], "heads (--heads)"),
     ],
 )
 def test_a_run_is_not_resumed_as_another(capsys, own, corpus, change, named):
@@ -2186,10 +2183,11 @@ def test_missing_weights_are_named(capsys, own):
     assert str(own / "weights.pt") in refused(capsys, *using(own))
 
 
-@pytest.mark.parametrize("kept", [0, 100, 100_000])
+@pytest.mark.parametrize("kept", [0, 0.01, 0.9])
 def test_truncated_weights_are_named(capsys, own, kept):
     path = own / "weights.pt"
-    path.write_bytes(path.read_bytes()[:kept])
+    content = path.read_bytes()
+    path.write_bytes(content[: round(kept * len(content))])
     assert str(path) in refused(capsys, *using(own))
 
 

@@ -59,14 +59,50 @@ def test_a_new_run_is_of_the_very_source(new_run):
 
 
 def test_a_new_run_learns_the_generated_corpus(new_run):
-    """By the book's own recipe; test_attention.py has a shorter one."""
+    """By its own recipe; and writes sentences that it has never seen."""
     shown = "\n".join(t for cell in new_run.cells for t in outputs_of(cell))
     [bleu, right] = re.search(
         r"^BLEU ([\d.]+)\n(\d+) of 1000 exactly right$", shown, re.M
     ).groups()
     assert float(bleu) >= 95 and int(right) >= 900
-    [best] = re.findall(r"best head, trained +([\d.]+)%", shown)
-    assert float(best) > 75
+    heads = {
+        name: float(percent)
+        for name, percent in re.findall(r"best head, (\w+) +([\d.]+)%", shown)
+    }
+    assert heads["trained"] > 75
+    assert heads["trained"] > 3 * heads["untrained"]
+
+
+def test_the_explored_sentences_are_translated_without_a_slip(new_run):
+    """So the alignment of the reference is that of the words shown."""
+    [chart] = [
+        output.data[kind]
+        for cell in new_run.cells
+        if "def exploring_attention(" in cell.source
+        for output in cell.outputs
+        for kind in output.data
+        if kind.startswith(notebook.CHART)
+    ]
+    [sentences] = [
+        p["bind"]["labels"]
+        for p in chart["params"]
+        if p["name"] == "the_sentence"
+    ]
+    test = {pair.de: pair for pair in book.toy_corpus()["test"]}
+    assert len(sentences) == 3
+    tables = list(chart["datasets"].values())
+    [words] = [rows for rows in tables if "word" in rows[0]]
+    for i, text in enumerate(sentences):
+        shown = {
+            row["query"]: row["word"].split()[-1]
+            for row in words
+            if row["sentence"] == i and row["side"] == "query"
+            and book.KINDS[row["kind"]] == "cross-attention"
+        }  # fmt: skip
+        written = [shown[place] for place in sorted(shown)]
+        assert written == [*test[text].en.split(), "</s>"]
+    aligned = sum(len(test[text].alignment) for text in sentences)
+    assert aligned in map(len, tables)
 
 
 def test_each_example_shows_something(new_run):

@@ -413,43 +413,64 @@ SAYINGS = {
 }
 
 
-@pytest.mark.parametrize("folder", MODELS, ids=lambda path: path.name)
-def test_it_translates_in_a_fresh_process_without_network(folder, tmp_path):
+def test_they_translate_in_a_fresh_process_without_network(tmp_path):
     blocked = tmp_path / "blocked.py"
     blocked.write_text(
-        "import socket, sys\n"
+        "import json, socket, sys\n"
         "def refuse(*_, **__):\n"
         "    raise RuntimeError('the network was asked')\n"
         "socket.socket.connect = socket.create_connection = refuse\n"
         "sys.path.insert(0, sys.argv[1])\n"
         "import annotated_transformer as book\n"
-        "sys.exit(book.main(sys.argv[2:]))\n",
+        "for command in json.loads(sys.argv[2]):\n"
+        "    assert book.main(command) == 0\n",
         encoding="utf-8",
     )
     home = Path(book.__file__).resolve().parent
-    sayings = SAYINGS[folder.name]
+    commands = [
+        ["translate", "--model", str(folder),
+         *(text for text, *_ in SAYINGS[folder.name])]
+        for folder in MODELS
+    ]  # fmt: skip
     done = subprocess.run(
-        [sys.executable, blocked, home, "translate", "--model", folder,
-         *(text for text, *_ in sayings)],
+        [sys.executable, blocked, home, json.dumps(commands)],
         capture_output=True, text=True, encoding="utf-8", timeout=120,
         cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     answers = done.stdout.lower().splitlines()
+    sayings = [saying for folder in MODELS for saying in SAYINGS[folder.name]]
     for (_, *parts), answer in zip(sayings, answers, strict=True):
         for part in parts:
             assert re.search(part, answer), (part, answer)
 
 
-@pytest.mark.parametrize("folder", MODELS, ids=lambda path: path.name)
-def test_it_scores_what_its_card_says(folder, data):
-    translator = book.load_translator(folder)
+def of_its_card(folder):
+    """The BLEU and the perplexity on the validation set that are told."""
+    lines = (folder / "README.md").read_text("utf-8").splitlines()
+    [row] = [line for line in lines if line.startswith("| `val` |")]
+    cells = row.split("|")
+    return float(cells[2]), float(cells[5])
+
+
+def validation_pairs(translator, data):
     languages = translator.src, translator.tgt
-    pairs = book.corpus_part(str(data / "multi30k"), "val", *languages)
+    return book.corpus_part(str(data / "multi30k"), "val", *languages)
+
+
+@pytest.mark.parametrize("folder", MODELS, ids=lambda path: path.name)
+def test_it_has_the_perplexity_that_its_card_says(folder, data):
+    translator = book.load_translator(folder)
+    pairs = validation_pairs(translator, data)
+    ids = [translator.encode_texts(*pair) for pair in pairs]
+    found = book.perplexity(translator.model, ids)
+    assert found == pytest.approx(of_its_card(folder)[1], abs=0.006)
+
+
+def test_it_scores_what_its_card_says(data):
+    """One model: the others' perplexities tell whose weights they have."""
+    folder = MODELS[0]
+    translator = book.load_translator(folder)
+    pairs = validation_pairs(translator, data)
     facts, _ = book.measure(translator, pairs, beam=4, alpha=1.5)
-    row = next(
-        line
-        for line in (folder / "README.md").read_text("utf-8").splitlines()
-        if line.startswith("| `val` |")
-    )
-    assert abs(float(row.split("|")[2]) - facts["bleu"]) < 0.3
+    assert facts["bleu"] == pytest.approx(of_its_card(folder)[0], abs=0.3)
