@@ -2276,7 +2276,9 @@ def splitting_wrongly():
 # %% [markdown]
 # The paper's projections are plain matrices, so these have no bias. The
 # attention weights of the last call are kept for the charts, but only in
-# evaluation mode (after `.eval()`), where nothing is dropped.
+# evaluation mode (after `.eval()`), where nothing is dropped; and not where
+# `maps` is False, as it is while a model writes or is measured (`evaluating`),
+# for those of a long text take much memory.
 #
 # **Asked often:** why dropout on attention weights, which Section 5.4 does not
 # mention? So that no query relies on one key alone. A row of weights then no
@@ -2293,6 +2295,8 @@ def splitting_wrongly():
 class MultiHeadAttention(nn.Module):
     """h attentions side by side (Section 3.2.2)."""
 
+    maps = True  # whether eval mode keeps the weights
+
     def __init__(self, config):
         super().__init__()
         d = config.d_model
@@ -2301,7 +2305,7 @@ class MultiHeadAttention(nn.Module):
             nn.Linear(d, d, bias=False) for _ in range(4)
         )
         self.drop = Dropout(config.attention_dropout)
-        self.weights = None  # (B, H, T, S) of the last call in eval mode
+        self.weights = None  # (B, H, T, S) of the last call, if kept
 
     def split(self, x):
         """(B, T, D) -> (B, H, T, K)"""
@@ -2317,7 +2321,8 @@ class MultiHeadAttention(nn.Module):
         V = self.split(self.W_V(value))  # (B, H, S, K)
         drop = self.drop if self.training and self.drop.p else None
         heads, weights = attention(Q, K, V, mask, drop)  # (B, H, T, K)
-        self.weights = None if self.training else weights.detach()
+        kept = self.maps and not self.training
+        self.weights = weights.detach() if kept else None
         return self.W_O(heads.transpose(1, 2).flatten(-2))  # (B, T, D)
 
 
@@ -6725,10 +6730,11 @@ def recorded(model, src, tgt):
 
     for name, module in model.named_modules():
         hooks.append(module.register_forward_hook(partial(note, name)))
-    logits = model(src, tgt)
-    for hook in hooks:
-        hook.remove()
-    return logits, seen
+    try:
+        return model(src, tgt), seen
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def hand_pass():
@@ -7649,21 +7655,31 @@ def writing_without_the_causal_mask():
 
 # %% [markdown]
 # The model must be in evaluation mode. To make sure, it is put there, and
-# put back after.
+# put back after. (By one thread at a time: two that use one model so would put
+# back each other's mode.)
 
 
 # %%
 @contextlib.contextmanager
-def evaluating(model):
-    """Evaluation mode and no gradients inside; the old mode after."""
+def evaluating(model, maps=False):
+    """Evaluation mode and no gradients inside; the old mode after.
+
+    `maps`: the attentions keep their weights, for charts.
+    """
     was = [(part, part.training) for part in model.modules()]
+    heads = [part for part, _ in was if isinstance(part, MultiHeadAttention)]
+    kept = [part.maps for part in heads]
     model.eval()
     try:
+        for part in heads:
+            part.maps = maps
         with torch.no_grad():
             yield model
     finally:
         for part, mode in was:
             part.training = mode
+        for part, old in zip(heads, kept):
+            part.maps = old
 
 
 # %% [markdown]
@@ -8631,12 +8647,29 @@ def dropout_keeps_the_mean():
 # result, that at the input is gW, and that at the weight gᵀx. oneDNN is asked
 # for abᵀ here. So for gW it is given g and Wᵀ. In place of gᵀx we ask for its
 # transpose xᵀg, from xᵀ and gᵀ, as that is quicker, and turn it back.
+#
+# oneDNN makes a program for each size of product, and keeps those of the last
+# 1,024 sizes; PyTorch keeps as many things of its own beside it. That is meant
+# for networks whose sizes recur. Here they depend on the places of a batch, or
+# on the sentences still being written, and are ever new; and with matrix units
+# a program can take a megabyte. Such a training grows and grows. So we have 64
+# kept: one update has a dozen sizes or two.
 
 
 # %%
+def keep_few_preparations(number=64):
+    """Have oneDNN and torch keep what they prepare for so many products.
+
+    Of no effect where they were asked before, or where the variables are set.
+    """
+    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.setdefault(name, str(number))
+
+
 @functools.cache
 def onednn_answers():
     """Whether this PyTorch has a way to ask oneDNN for a product."""
+    keep_few_preparations()
     try:
         one = torch.ones(1, 1)
         torch.ops.mkldnn._linear_pointwise(one, one, None, "none", [], "")
@@ -8900,6 +8933,7 @@ def half_network_loses_no_more():
 # %%
 def product_seconds(device, tries=20):
     """{how: the least seconds of a product in 32 bits, oneDNN's, in 16}"""
+    keep_few_preparations()
     x, weight = (torch.ones(n, 256, device=device) for n in (1024, 512))
     ways = {
         "32 bits": F.linear,
@@ -9051,6 +9085,8 @@ def fast(model, half=False, onednn=False):
     the maps of a faster form later do not run in training.)
     """
     products = HALF if half else ONEDNN if onednn else {}
+    if products:
+        keep_few_preparations()
     exchange(plain(model), FAST | products)
     kernels = half and kernels_run(next(model.parameters()).device)
     for part in model.modules():
@@ -9934,8 +9970,11 @@ def attention_in_batches(Q, K, V, mask=None):
 
 def joined_attention(Q, K, V, mask=None):
     """Attention, its heads side by side: (A, H, n, K) … -> (A · n, D)"""
-    work = Q.size(2) * K.size(2) * Q.size(3)  # in one product
-    if work < 400 or Q.is_cuda or not torch.backends.mkl.is_available():
+    weights = Q.size(2) * K.size(2)  # of one head
+    few = weights * Q.size(3) < 400  # multiplications in one product
+    many = weights > 2**20  # then torch's function, which keeps none
+    mkl = torch.backends.mkl.is_available() and not Q.is_cuda
+    if few or many or not mkl:
         heads = F.scaled_dot_product_attention(Q, K, V, attn_mask=mask)
     else:
         heads = attention_in_batches(Q, K, V, mask)
@@ -10006,11 +10045,11 @@ class Reader:
 # rest itself. If you have changed a part (say, so that queries are turned),
 # the Writer would not notice, and would still compute the book's formula. So
 # when it is made, it reads two random texts of 24 places, and so does the
-# model. If their logits differ by more than a hundredth of their spread (three
-# hundredths in 16 bits), it refuses; by rounding in 32 bits they differ by far
-# less. (It can't notice what does less than that, such as a new part that
-# begins near 0, nor what shows only in longer texts, such as a window of 30
-# places.)
+# model. If their logits differ by more than two thousandths of their spread
+# (three hundredths in 16 bits), it refuses; by rounding in 32 bits they differ
+# by far less. (It can't notice what does less than that, such as a new part
+# that begins near 0, nor what shows only in longer texts, such as a window of
+# 30 places.)
 
 
 # %%
@@ -10067,6 +10106,7 @@ class Writer:
 
     def __init__(self, model, kind=None):
         """`kind`: dtype of the products' factors; None: the weights' own."""
+        keep_few_preparations()
         self.model, self.h = model, model.config.h
         weights = {w.dtype for w in model.parameters()}
         cause = None
@@ -10077,7 +10117,7 @@ class Writer:
             if out_of_memory(error):
                 raise
             far, cause = math.inf, error  # parts or shapes of another model
-        if far > (0.03 if kind or torch.bfloat16 in weights else 0.01):
+        if far > (0.03 if kind or torch.bfloat16 in weights else 0.002):
             raise InputError(
                 "a Writer would leave out what was changed in this model: "
                 "write with greedy_plain or beam_search_plain; or with a "
@@ -11560,10 +11600,16 @@ class Translator(Coder):
         return results
 
     def split_all(self, sentences):
-        """The words of each text of a list."""
+        """The words of each text of a list, or of what can be iterated."""
         if isinstance(sentences, str):  # else its letters would be texts
             raise InputError("give a list of texts, such as [text], not one")
+        sentences = list(sentences)  # a file, say, can be read only once
         for number, sentence in enumerate(sentences, 1):
+            if not isinstance(sentence, str):
+                kind = type(sentence).__name__
+                raise InputError(
+                    f"text {number} is no text, but of type {kind}"
+                )
             try:
                 sentence.encode()
             except UnicodeEncodeError:
@@ -11619,7 +11665,7 @@ def beam_room(beam):
     """Source places in a batch when each sentence has `beam` hypotheses."""
     if beam < 1:
         raise InputError(f"a beam of {beam}: it must be at least 1")
-    return max(256, 8192 // beam)
+    return max(1, 8192 // beam)
 
 
 # %% [markdown]
@@ -11779,9 +11825,9 @@ def bleu_of_one_sentence():
 
 
 # %%
-WITHOUT_SPACES = dict.fromkeys(("zh", "yue", "zho", "cmn"), "zh") | {
+WITHOUT_SPACES = dict.fromkeys(("zh", "yue", "zho", "cmn", "cn"), "zh") | {
     language: "char"
-    for pair in ("ja jpn", "th tha", "lo lao", "km khm", "my mya", "bo bod")
+    for pair in ("ja jpn jp", "th tha", "lo lao", "km khm", "my mya", "bo bod")
     for language in pair.split()
 }
 
@@ -11877,7 +11923,9 @@ def one_output_five_scores():
 
 # %% [markdown]
 # For perplexity, in contrast, the model reads the true words before each word
-# (*teacher forcing*), and the loss is taken without label smoothing:
+# (*teacher forcing*), and the loss is taken without label smoothing. Only real
+# places have logits, and not all at once: with a vocabulary of 37,000 those of
+# 4,096 places would take 600 megabytes.
 
 
 # %%
@@ -11892,11 +11940,14 @@ def perplexity(model, pairs, max_tokens=4096):
         for group in token_batches(widths, max_tokens, torch.Generator()):
             src, tgt = (pad(side) for side in zip(*(pairs[i] for i in group)))
             batch = Batch(src, tgt).to(device)
-            logits, labels = model(batch.src, batch.read), batch.labels
-            total += F.cross_entropy(
-                logits.flatten(0, 1), labels.flatten(),
-                ignore_index=PAD, reduction="sum",
-            ).item()  # fmt: skip
+            real = batch.labels != PAD  # (B, T)
+            states = model.states(batch.src, batch.read)[real]  # (R, D)
+            for x, labels in zip(states.split(256),
+                                 batch.labels[real].split(256)):  # fmt: skip
+                logits = model.tgt_embedding.logits(x)
+                total += F.cross_entropy(
+                    logits, labels, reduction="sum"
+                ).item()
             tokens += batch.count()
     return math.exp(min(total / tokens, 700))  # 10³⁰⁴: floats end soon after
 
@@ -14932,7 +14983,7 @@ def attention_maps(translator, words):
     device = next(translator.model.parameters()).device
     batch = Batch(torch.tensor([src]), torch.tensor([tgt])).to(device)
     model = translator.model
-    with evaluating(model):
+    with evaluating(model, maps=True):
         model(batch.src, batch.read)
     collected = {
         "encoder self-attention": [
@@ -15284,7 +15335,7 @@ def alignment_accuracy(translator, pairs):
     for pair in pairs:
         src, tgt = translator.encode_pair(pair.de.split(), pair.en.split())
         batch = Batch(torch.tensor([src]), torch.tensor([tgt])).to(device)
-        with evaluating(model):
+        with evaluating(model, maps=True):
             model(batch.src, batch.read)
         layers = model.decoder.layers
         maps = torch.cat([layer.cross_attention.weights for layer in layers])
@@ -15495,7 +15546,7 @@ def role_scores(translator, pairs, roles=ROLES):
     for pair in pairs:
         src, tgt = translator.encode_pair(pair.de.split(), pair.en.split())
         batch = Batch(torch.tensor([src]), torch.tensor([tgt])).to(device)
-        with evaluating(model):
+        with evaluating(model, maps=True):
             model(batch.src, batch.read)
         for kind, of in roles.items():
             layers = attentions(model, kind)
@@ -15871,7 +15922,7 @@ def weights_and_parts(model, pairs, kind, place=-1):
         for pair in pairs:
             values.clear()
             batch = Batch(*(torch.tensor([ids]) for ids in pair)).to(device)
-            with evaluating(model):
+            with evaluating(model, maps=True):
                 model(batch.src, batch.read)
                 vectors = torch.cat(
                     [carried(a, v) for a, v in zip(layers, values)]
@@ -17728,7 +17779,10 @@ def load_tensors(path, device="cpu", mmap=False):
     With `mmap` only those that are looked at are read.
     """
     if not path.is_file():
-        raise InputError(f"{path}: no such file; has training begun?")
+        why = "has training begun?"
+        if (path.parent / "checkpoint.pt").is_file():
+            why = "if training was stopped, give its command with --resume"
+        raise InputError(f"{path}: no such file; {why}")
     try:
         return torch.load(
             path, map_location=device, weights_only=True, mmap=mmap
@@ -18080,7 +18134,7 @@ def in_step(sides):
 
 def read_pairs(folder, part, src, tgt):
     """The (source, target) lines of a part of a corpus folder."""
-    sides = part_sides(folder, part, src, tgt)
+    sides = part_sides(Path(folder), part, src, tgt)
     for side in sides:
         side.check()
     return list(in_step(sides))
@@ -18964,6 +19018,8 @@ def check_same_facts(saved, facts, folder):
             "languages": "the direction (--src, --tgt)",
             "N": "the number of layers (--layers)",
             "h": "the number of heads (--heads)",
+            "batch_tokens": "batch_tokens (--batch-tokens)",
+            "max_tokens": "max_tokens (--max-tokens)",
         }
         remedy = "leave it as it was, or start anew with another --out"
         both_now = name == "both" and value  # a model of one way has no tags
@@ -19504,9 +19560,11 @@ def validate_average(run, known, val, folder, log, options):
     now = {k: v.clone() for k, v in run.model.state_dict().items()}
     run.model.load_state_dict(mean)
     moving, run.moving = run.moving, None
-    validate(run, known, val, folder, log, options["say"], len(there))
-    run.model.load_state_dict(now)
-    run.moving = moving
+    try:
+        validate(run, known, val, folder, log, options["say"], len(there))
+    finally:
+        run.model.load_state_dict(now)
+        run.moving = moving
 
 
 # %% [markdown]
@@ -22979,7 +23037,10 @@ def print_measures(facts):
 # %% [markdown]
 # With `--json` the figures are written to a file, for programs, and with
 # `--outputs` the translations. `--split val` takes what was held out in
-# training, where there are no files of that name:
+# training, where there are no files of that name. But which pairs are held out
+# depends on the corpus. If it has changed since, even by one line, they are
+# others, and the model may have learned from them; then that is said, and so
+# is what the model can't know:
 
 
 # %% tags=["plumbing"]
@@ -22993,6 +23054,28 @@ def pairs_to_measure(corpus, split, src, tgt):
             pass
         return pairs
     return corpus_part(corpus, split, src, tgt)
+
+
+def tell_what_is_odd(args, translator, pairs):
+    """Say what makes a measurement less than it seems."""
+    tokens = [translator.split(source) for source, _ in pairs]
+    unknown = sum(UNK in translator.src_vocab.encode(t) for t in tokens)
+    if unknown:
+        say(f"note: {unknown:,} of {len(pairs):,} sources have something that "
+            "is unknown to this model")  # fmt: skip
+    long = sum(len(t) - translator.both > 100 for t in tokens)
+    if long:
+        say(f"note: {long:,} of {len(pairs):,} sources are longer than any in "
+            "training (100 tokens)")  # fmt: skip
+    languages = translator.src, translator.tgt
+    if args.split != "val" or has_validation(args.corpus, *languages):
+        return
+    own = [pair[::-1] for pair in pairs] if args.reverse else pairs
+    found = hashlib.sha256(json.dumps(own).encode()).hexdigest()
+    if load_description(Path(args.model)).get("val", found) != found:
+        say(f"note: {args.corpus} has no val files, and the pairs that are "
+            "held out of it are not those that were held out in training: the "
+            "model may have learned from some of them")  # fmt: skip
 
 
 def check_languages(corpus, src, tgt):
@@ -23030,6 +23113,7 @@ def run_evaluate(args):
     languages = translator.src, translator.tgt
     check_languages(args.corpus, *languages)
     pairs = pairs_to_measure(args.corpus, args.split, *languages)
+    tell_what_is_odd(args, translator, pairs)
     how = args.beam, args.alpha
     with tqdm(total=len(pairs), desc="translated", disable=None) as bar:
         translator.watch = bar.update
@@ -23122,6 +23206,7 @@ def run_average(args):
         raise InputError(f"{out} exists already; choose another --out")
     if len(folders) < 2:
         raise InputError("a mean is of several models: give --model again")
+    check_place(out)
     translators = [load_translator(folder) for folder in folders]
     check_same_kind(folders, translators)
     digests = digests_of(folders)
@@ -23309,6 +23394,7 @@ def run_export(args):
     out = Path(args.out)
     if out.exists():
         raise InputError(f"{out} exists already; choose another --out")
+    check_place(out)
     translator = load_translator(Path(args.model))
     export_ctranslate2(translator, out, args.quantization)
     size = (out / "model.bin").stat().st_size / 1e6

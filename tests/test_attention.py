@@ -38,6 +38,13 @@ def test_attention_labels_are_the_right_words(translator):
         assert weights.shape == (2, 4, *shape)
 
 
+def test_maps_are_of_their_layers_and_heads(translator):
+    _, maps, _ = book.attention_maps(translator, book.SENTENCE.split())
+    for kind, found in maps.items():
+        layers = book.attentions(translator.model, kind)
+        assert found.equal(torch.cat([part.weights for part in layers]))
+
+
 def test_attention_is_that_of_a_step_by_step_run(translator):
     """The row for word t is the one seen when word t is really written."""
     words = book.SENTENCE.split()
@@ -97,6 +104,7 @@ def test_the_explorer_lets_choose_all_of_them(explorer):
         "the_head": [1, 2, 3, 4],
     }
     assert all(p["value"] in options[name] for name, p in switches.items())
+    assert switches["the_layer"]["value"] == 2  # the last
     assert switches["the_sentence"]["bind"]["labels"] == [book.SENTENCE]
     assert switches["the_kind"]["bind"]["labels"] == [*book.KINDS]
 
@@ -151,10 +159,10 @@ def test_parts_are_what_goes_missing_with_a_words_value(translator, kind, at):
     pair, h = book.toy_corpus()["test"][3], 2
     # A small part is found as a difference, and divided by a small weight.
     model = copy.deepcopy(translator.model).double()
-    [module, *_] = book.attentions(model, kind)
+    module = book.attentions(model, kind)[at]
     src, tgt = translator.encode_pair(pair.de.split(), pair.en.split())
     found = book.weights_and_parts(model, [(src, tgt)], kind, at)
-    shown = found[:, 0, h]
+    shown = found[:, at, h]
 
     outputs, hidden = [], []
 
@@ -173,7 +181,7 @@ def test_parts_are_what_goes_missing_with_a_words_value(translator, kind, at):
         module.register_forward_hook(keep),
     )
     batch = book.Batch(torch.tensor([src]), torch.tensor([tgt]))
-    with book.evaluating(model):
+    with book.evaluating(model, maps=True):
         for places in ([], *([j] for j in range(len(src)))):
             hidden[:] = places
             model(batch.src, batch.read)

@@ -241,7 +241,9 @@ def test_a_penalty_that_falls_with_length_is_refused():
         book.beam_search(model, book.pad(rows), alpha=-1)
 
 
-@pytest.mark.parametrize("language", ["zh", "zh-TW", "ja", "th", "km_KH"])
+@pytest.mark.parametrize(
+    "language", ["zh", "zh-TW", "ja", "th", "km_KH", "jp", "cn"]
+)
 def test_without_spaces_letters_count(language):
     """Else each sentence is one word: nearly right is as bad as wrong."""
     text = ["\u4eca\u5929\u5929\u6c14\u5f88\u597d\u3002"]
@@ -255,6 +257,17 @@ def test_without_spaces_letters_count(language):
     assert book.bleu(near, text).score == book.bleu(far, text).score == 0
     signature = book.bleu(near, text, language=language).signature
     assert "tok:zh" in signature or "tok:char" in signature
+
+
+def test_what_can_be_read_only_once_is_translated():
+    """Such as the lines of a file."""
+    words = book.Vocabulary(book.DIGITS)
+    made = book.Translator(book.tiny_model(), [words] * 2, ("en", "en"))
+    texts = ["7 1", "4 4 3"]
+    assert made.translate(iter(texts)) == made.translate(texts)
+    assert made.best(iter(texts), 2) == made.best(texts, 2)
+    with pytest.raises(book.InputError, match="text 2 is no text.* NoneType"):
+        made.translate(["7", None])
 
 
 @pytest.mark.parametrize("language", ["ko", "de", "fr", "vi"])
@@ -307,6 +320,21 @@ def test_measures_agree_with_sacrebleu_and_the_cross_entropy():
     assert math.isclose(
         facts["megabytes"], 4 * facts["parameters"] / 1e6, abs_tol=0.01
     )
+
+
+def test_perplexity_makes_few_logits_at_once(monkeypatch):
+    """And none where there is padding."""
+    model, made = book.tiny_model(), []
+    logits = book.Embedding.logits
+
+    def watched(self, states):
+        made.append(states.shape[0])
+        return logits(self, states)
+
+    monkeypatch.setattr(book.Embedding, "logits", watched)
+    pairs = [([4, 5], [book.BOS, *[6] * n]) for n in (300, 200, 7)]
+    book.perplexity(model, pairs)
+    assert sum(made) == 507 and max(made) <= 256
 
 
 def test_measures_show_the_parts_of_bleu(monkeypatch):

@@ -636,8 +636,8 @@ SLIPS = {
         "a_changed_file_is_noticed",
     ),
     "one attention row too heavy": (
-        "self.weights = None if self.training else weights.detach()",
-        "self.weights = None if self.training else 1.01 * weights.detach()",
+        "self.weights = weights.detach() if kept else None",
+        "self.weights = 1.01 * weights.detach() if kept else None",
         "multi_head_attention_equals_torch",
     ),
     "padding may be looked at": (
@@ -727,9 +727,8 @@ SLIPS = {
         "writing_is_in_evaluation_mode",
     ),
     "a smoothed loss as perplexity": (
-        'ignore_index=PAD, reduction="sum",\n            ).item()',
-        'ignore_index=PAD, reduction="sum", label_smoothing=0.1,\n'
-        "            ).item()",
+        'logits, labels, reduction="sum"',
+        'logits, labels, reduction="sum", label_smoothing=0.1',
         "perplexity_is_the_models_own",
     ),
     "padding counted in perplexity": (

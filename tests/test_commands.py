@@ -685,6 +685,7 @@ def test_a_model_of_both_directions_goes_on_in_either(
         torch.testing.assert_close(weight, old[name], rtol=0, atol=1e-6)
     pieces = [folder / "pieces.model" for folder in (out, both)]
     assert pieces[0].read_bytes() == pieces[1].read_bytes()
+    assert model.model.config == book.load_translator(both).model.config
 
 
 def test_a_model_of_both_directions_knows_no_third_language(
@@ -1321,6 +1322,39 @@ def test_evaluate_takes_another_part(capsys, model, corpus):
     arguments = ["--model", model, "--corpus", corpus, "--device", "cpu"]
     _, output, _ = run(capsys, "evaluate", *arguments, "--split", "val")
     assert re.search(r"^sentences +3 ", output, re.M)
+
+
+def test_it_is_told_if_other_pairs_are_held_out_than_in_training(
+    capsys, corpus, tmp_path
+):
+    """A line more, and nearly all of them are pairs that it has learned."""
+    folder, notes = tmp_path / "texts", []
+    folder.mkdir()
+    for path in corpus.glob("train.*"):
+        shutil.copy(path, folder / path.name)
+    out = trained(folder, tmp_path / "out", 1)
+    how = ["--model", out, "--corpus", folder, "--beam", 1, "--device", "cpu"]
+    for split in ("val", "train", "val"):
+        status, _, errors = run(capsys, "evaluate", *how, "--split", split)
+        assert status == 0
+        notes.append("may have learned from some" in errors)
+        for path in folder.iterdir() if split == "train" else ():
+            path.write_text(f"more\n{path.read_text('utf-8')}", "utf-8")
+    assert notes == [False, False, True]
+
+
+def test_evaluate_counts_what_the_model_cannot_know(
+    capsys, model, corpus, tmp_path
+):
+    known = (corpus / "train.de").read_text("utf-8").splitlines()[0]
+    odd, long = f"{known} Wombat", " ".join(101 * known.split()[:1])
+    for text, count in ((known, 0), (odd, 1), (long, 1)):
+        (tmp_path / "test.de").write_text(f"{text}\n{known}\n", "utf-8")
+        (tmp_path / "test.en").write_text("the\nthe\n", "utf-8")
+        how = "--model", model, "--corpus", tmp_path, "--beam", 1
+        _, _, errors = run(capsys, "evaluate", *how, "--device", "cpu")
+        assert errors.count("note: 1 of 2 sources") == count
+        assert ("unknown to this model" in errors) is (text == odd)
 
 
 @pytest.mark.parametrize("split", ["train", "val", "test"])
@@ -2180,7 +2214,11 @@ def test_a_vocabulary_of_another_length_is_named(capsys, own):
 
 def test_missing_weights_are_named(capsys, own):
     (own / "weights.pt").unlink()
-    assert str(own / "weights.pt") in refused(capsys, *using(own))
+    message = refused(capsys, *using(own))
+    assert str(own / "weights.pt") in message and "--resume" in message
+    (own / "checkpoint.pt").unlink()
+    message = refused(capsys, *using(own))
+    assert str(own / "weights.pt") in message and "--resume" not in message
 
 
 @pytest.mark.parametrize("kept", [0, 0.01, 0.9])

@@ -411,6 +411,31 @@ def test_evaluation_mode_is_put_back_after_an_error():
     assert model.training
 
 
+def test_maps_are_kept_where_they_are_asked_for():
+    """Those of a long text would take much memory."""
+    model = book.tiny_model()
+    src = torch.randint(4, 14, (2, 5))
+
+    def kept():
+        model(src, src)
+        return {
+            part.weights is not None
+            for part in model.modules()
+            if isinstance(part, book.MultiHeadAttention)
+        }
+
+    assert kept() == {False}  # in training
+    with book.evaluating(model):
+        assert kept() == {False}
+        with book.evaluating(model, maps=True):
+            assert kept() == {True}
+        assert kept() == {False}
+    book.greedy_plain(model, src, 2)
+    book.perplexity(model, [([4, 5], [book.BOS, 6])])
+    model.eval()
+    assert kept() == {True}
+
+
 def test_a_part_kept_in_evaluation_mode_stays_there():
     model = book.tiny_model()
     model.encoder.eval()
@@ -418,6 +443,27 @@ def test_a_part_kept_in_evaluation_mode_stays_there():
         assert not any(part.training for part in model.modules())
     assert model.training and model.decoder.training
     assert not any(part.training for part in model.encoder.modules())
+
+
+def test_with_many_weights_torch_attends_and_keeps_none(monkeypatch):
+    """Those of one text of 8,000 tokens took two gigabytes."""
+    torch.manual_seed(0)
+    Q, K, V = torch.randn(3, 1, 1, 1100, 8)
+    mask = torch.zeros(1, 1, 1, 1100)
+    mask[..., 1000:] = -math.inf
+    expected = book.attention_in_batches(Q, K, V, mask)
+
+    def unasked(*inputs):
+        pytest.fail("it would keep 1,100 · 1,100 weights")
+
+    monkeypatch.setattr(book, "attention_in_batches", unasked)
+    found = book.joined_attention(Q, K, V, mask)
+    torch.testing.assert_close(found, expected[0, 0])
+
+
+@pytest.mark.parametrize("beam", [1, 4, 32, 100, 10_000])
+def test_wide_beams_have_fewer_sources(beam):
+    assert 1 <= book.beam_room(beam) and book.beam_room(beam) * beam <= 1e4
 
 
 def test_an_empty_batch_gives_nothing():

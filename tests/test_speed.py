@@ -4,8 +4,11 @@ import copy
 import gc
 import itertools
 import mmap
+import os
 import platform
 import re
+import subprocess
+import sys
 import weakref
 from collections import Counter
 from dataclasses import replace
@@ -160,6 +163,35 @@ def test_fast_attention_drops_as_many_weights_as_asked_for(rate):
     assert dropped == pytest.approx(rate, abs=0.005)
     kept = weights[weights > 0]
     torch.testing.assert_close(kept, torch.full_like(kept, 1 / T / (1 - rate)))
+
+
+GROWN = """
+import torch
+import annotated_transformer as book
+
+def products(some):
+    for rows in some:
+        x, weight = torch.ones(rows, 128), torch.ones(256, 128)
+        book.HalfProduct.apply(x, weight, None)
+        book.onednn_product(x, weight)
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+book.fast(book.tiny_model(), half=True)
+before = products(range(1, 100))
+print(products(range(100, 400)) - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="Linux")
+def test_products_of_many_sizes_are_not_all_remembered():
+    """With what the libraries keep by default it was a megabyte for each."""
+    done = subprocess.run(
+        [sys.executable, "-c", GROWN], capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 1e8
 
 
 # That is torch's own way to trace a function with a backward pass.
@@ -705,6 +737,19 @@ def test_a_writer_refuses_what_it_would_leave_out(part, norm_first):
     model = book.tiny_model(norm_first=norm_first)
     book.Writer(model)
     book.exchange(model, {part.__mro__[1]: part})
+    with pytest.raises(book.InputError, match="was changed in this model"):
+        book.Writer(model)
+
+
+class Slightly(book.FeedForward):
+    def forward(self, x):
+        return 1.01 * super().forward(x)
+
+
+def test_a_writer_refuses_what_changes_little():
+    """As a network of another activation does in a small model."""
+    model = book.tiny_model()
+    book.exchange(model, {book.FeedForward: Slightly})
     with pytest.raises(book.InputError, match="was changed in this model"):
         book.Writer(model)
 
