@@ -717,8 +717,8 @@ SLIPS = {
         "each_update_has_its_own_gradient",
     ),
     "dropout while writing": (
-        "in model.modules()]\n    model.eval()\n    try:",
-        "in model.modules()]\n    try:",
+        "for part in heads]\n    model.eval()\n    try:",
+        "for part in heads]\n    try:",
         "writing_is_in_evaluation_mode",
     ),
     "evaluation for ever": (
