@@ -349,6 +349,7 @@ def test_the_cause_is_named_where_no_pair_is_left(folder):
 def test_pairs_are_lines_of_equal_number(folder):
     pairs = book.read_pairs(folder, "val", "de", "en")
     assert pairs == [("eins", "one"), ("zwei", "two"), ("drei", "three")]
+    assert book.read_pairs(str(folder), "val", "de", "en") == pairs
     back = book.read_pairs(folder, "val", "en", "de")
     assert back == [(en, de) for de, en in pairs]
 

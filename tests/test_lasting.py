@@ -1125,6 +1125,28 @@ def test_the_mean_of_the_snapshots_is_a_candidate(
     assert (entry["step"], entry["average_val_bleu"]) == (4, 10)
 
 
+def test_a_mean_whose_validation_is_broken_off_is_not_gone_on_with(
+    few, small, tmp_path, monkeypatch
+):
+    """In a notebook the run may be saved after that."""
+    validate, broken = book.validate, []
+
+    def broken_off(run, *others):
+        if len(others) == 6 and others[-1]:  # of a mean
+            broken.append(run)
+            raise KeyboardInterrupt
+        return validate(run, *others)
+
+    monkeypatch.setattr(book, "validate", broken_off)
+    out, how = tmp_path / "out", [*PLAIN, "--ema", 0.5]
+    command = training_command(few, out, 2, *how)
+    assert book.main([*map(str, command)]) == 128 + signal.SIGINT
+    [run] = broken
+    saved = checkpoint(out)
+    assert run.moving is not None
+    assert same(dict(run.model.state_dict()), saved["model"])
+
+
 def test_the_mean_of_the_snapshots_is_no_moving_average(
     few, small, tmp_path, monkeypatch
 ):
