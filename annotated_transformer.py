@@ -8659,13 +8659,14 @@ def dropout_keeps_the_mean():
 #
 # (On two cores of an Intel Xeon with matrix units, `python
 # annotated_transformer.py train --corpus ./multi30k --src en --tgt de --preset
-# laptop --half --steps 200 --save-every 1000`, seed 0, commit `be014f8`, took
-# at most 872 and 874 megabytes, run twice. With both variables of the next
-# cell set to 1024, as the libraries have it, it took 1,339 and 1,363, and more
-# with each update. The time was the same: 0.26 and 0.25 seconds an update in
-# the second pair of runs; programs ran beside the first. A model of width 256
-# in batches of 8,192 places had 2.8 gigabytes after 60 updates in place of
-# 5.1. One that kept all, commit `944398e`, had 9 after 300.)
+# laptop --half --steps 200 --save-every 1000 --out runs/short`, seed 0, commit
+# `be014f8`, took at most 872 and 874 megabytes, run twice. With both variables
+# of the next cell set to 1024, as the libraries have it, it took 1,339 and
+# 1,363, and more with each update. The time was the same: 0.26 and 0.25
+# seconds an update in the second pair of runs; programs ran beside the first.
+# A model of width 256 in batches of 8,192 places had 2.8 gigabytes after 60
+# updates in place of 5.1. One that kept all, commit `944398e`, had 9 after
+# 300.)
 
 
 # %%
