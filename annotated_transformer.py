@@ -7908,16 +7908,22 @@ def greedy(model, src, extra=50, begin=None):
 
 
 # %%
+@torch.no_grad()
+def shake(model, spread):
+    """Give an untrained model weights with which it writes various words."""
+    for weight in model.parameters():
+        if weight.dim() > 1:
+            weight.normal_(0, spread)
+    for layer in model.decoder.layers:
+        layer.cross_attention.W_O.weight *= 6
+    model.position.table.normal_(0, 3)
+
+
 def restless_model(norm_first=True, **changes):
     """An untrained model so shaken that its outputs have many lengths."""
     model = tiny_model(norm_first=norm_first, **changes)
+    shake(model, 0.3)
     with torch.no_grad():
-        for weight in model.parameters():
-            if weight.dim() > 1:
-                weight.normal_(0, 0.3)
-        for layer in model.decoder.layers:
-            layer.cross_attention.W_O.weight *= 6
-        model.position.table.normal_(0, 3)
         model.tgt_embedding.weight[EOS] *= 1.5
     return model.eval()
 
@@ -8648,28 +8654,24 @@ def dropout_keeps_the_mean():
 # for abᵀ here. So for gW it is given g and Wᵀ. In place of gᵀx we ask for its
 # transpose xᵀg, from xᵀ and gᵀ, as that is quicker, and turn it back.
 #
-# oneDNN makes a program for each size of product, and keeps those of the last
-# 1,024 sizes; PyTorch keeps as many things of its own beside it. That is meant
-# for networks whose sizes recur. In training they depend on the places of a
-# batch, and are ever new; and with matrix units a program can take more than
-# half a megabyte. Such a training grows and grows. So we have 64 kept: one
-# update has a dozen sizes or two. (A `Writer` by itself, see *Writing,
-# sooner*, leaves this alone: the sizes of one batch's steps recur in the next
-# one's, and with fewer kept it is slower.)
-#
-# (On two cores of an Intel Xeon with matrix units, `python
-# annotated_transformer.py train --corpus ./multi30k --src en --tgt de --preset
-# laptop --half --steps 200 --save-every 1000 --out runs/short`, seed 0, commit
-# `be014f8`, took at most 872 and 874 megabytes, run twice. With both variables
-# of the next cell set to 1024, as the libraries have it, it took 1,339 and
-# 1,363, and more with each update. The time was the same: 0.26 and 0.25
-# seconds an update in the second pair of runs; programs ran beside the first.
-# A model of width 256 in batches of 8,192 places had 2.8 gigabytes after 60
-# updates in place of 5.1. One that kept all, commit `944398e`, had 9 after
-# 300.)
+# One precaution first, in the folded cell. oneDNN makes a program for each
+# size of product, and keeps those of the last 1,024 sizes; PyTorch keeps as
+# many things of its own beside it. In training the sizes depend on the places
+# of a batch, and are ever new, and with matrix units a program can take more
+# than half a megabyte: memory grows with each update. (A model of width 256
+# had come to 9 gigabytes after 300 updates, commit `944398e`.) One update has
+# a dozen sizes or two, so we have 64 kept. 200 updates then took at most 872
+# and 874 megabytes in two runs, in place of 1,339 and 1,363, and as long, 0.26
+# and 0.25 seconds each. (`python annotated_transformer.py train --corpus
+# ./multi30k --src en --tgt de --preset laptop --half --steps 200 --save-every
+# 1000 --out runs/short`, on two cores of an Intel Xeon with such units, seed
+# 0, commit `be014f8`; the others with both variables of the cell set to 1024.
+# The time is that of the second pair, which ran alone.) A `Writer` by itself,
+# see *Writing, sooner*, leaves this alone: the sizes of one batch's steps
+# recur in the next one's, and with fewer kept it is slower.
 
 
-# %%
+# %% tags=["plumbing"]
 def keep_few_preparations(number=64):
     """Have oneDNN and torch keep what they prepare for so many products.
 
@@ -8679,6 +8681,11 @@ def keep_few_preparations(number=64):
         os.environ.setdefault(name, str(number))
 
 
+# %% [markdown]
+# Now the product itself, and how fast each of the libraries makes it here:
+
+
+# %%
 @functools.cache
 def onednn_answers():
     """Whether this PyTorch has a way to ask oneDNN for a product."""
@@ -22493,6 +22500,11 @@ def tell_of_pairs(train, recipe):
 
 
 # %% tags=["plumbing"]
+def digest_of(pairs):
+    """The SHA-256 digest of a list of pairs of texts, in hexadecimal."""
+    return hashlib.sha256(json.dumps(pairs).encode()).hexdigest()
+
+
 def prepare_training(args, facts, saved, sizes, pieces):
     """The translator, its PackedPairs, and the validation pairs of `train`.
 
@@ -22522,7 +22534,7 @@ def prepare_training(args, facts, saved, sizes, pieces):
     facts["data"] = texts.facts["data"]
     if saved and saved["data"] != facts["data"]:
         corpus.refuse(args.out)
-    facts["val"] = hashlib.sha256(json.dumps(val).encode()).hexdigest()
+    facts["val"] = digest_of(val)
     if saved and saved.get("val", facts["val"]) != facts["val"]:
         which = f"val.{args.src}, val.{args.tgt}"
         if texts.held:
@@ -23082,8 +23094,7 @@ def tell_what_is_odd(args, translator, pairs):
     languages = translator.src, translator.tgt
     if args.split != "val" or has_validation(args.corpus, *languages):
         return
-    own = [pair[::-1] for pair in pairs] if args.reverse else pairs
-    found = hashlib.sha256(json.dumps(own).encode()).hexdigest()
+    found = digest_of([p[::-1] for p in pairs] if args.reverse else pairs)
     if load_description(Path(args.model)).get("val", found) != found:
         say(f"note: {args.corpus} has no val files, and the pairs that are "
             "held out of it are not those that were held out in training: the "

@@ -85,15 +85,8 @@ def toy_translator():
         for name in ("steps", "warmup"):
             patch.setitem(book.TOY_RECIPE, name, 1)
         translator, _ = book.toy_translator()
-    model = translator.model
     torch.manual_seed(0)
-    with torch.no_grad():  # as restless_model of the book
-        for weight in model.parameters():
-            if weight.dim() > 1:
-                weight.normal_(0, 0.05)
-        for layer in model.decoder.layers:
-            layer.cross_attention.W_O.weight *= 6
-        model.position.table.normal_(0, 3)
+    book.shake(translator.model, 0.05)
     return translator
 
 
