@@ -111,18 +111,19 @@ def aims(results):
                        program=program, width=width)  # fmt: skip
             how = f"beam {width}" if width > 1 else "greedy"
             yield f"{setting}, {how}, ours over {program}", value, aim
-    for width in (1, 5):
-        times, halves = (
-            of(decoding, "seconds", setting="base", width=width,
-               program=program) for program in ("Marian", "ours, bf16")
-        )  # fmt: skip
-        how = f"beam {width}" if width > 1 else "greedy"
-        value = None
-        if times and halves:  # round by round: both write as many tokens
-            found = [time / half for time, half in zip(times, halves)]
-            value = [statistics.median(found), min(found), max(found)]
-        what = f"base, {how}, ours in 16 bits over Marian in 32"
-        yield what, value, 2.2
+    for bits, program in ((16, "ours, bf16"), (8, "ours, int8")):
+        for width in (1, 5):
+            times, fewer = (
+                of(decoding, "seconds", setting="base", width=width,
+                   program=name) for name in ("Marian", program)
+            )  # fmt: skip
+            how = f"beam {width}" if width > 1 else "greedy"
+            value = None
+            if times and fewer:  # round by round: both write as many tokens
+                found = [time / own for time, own in zip(times, fewer)]
+                value = [statistics.median(found), min(found), max(found)]
+            what = f"base, {how}, ours in {bits} bits over Marian in 32"
+            yield what, value, 2.2
     for row in gpu:
         if "ours" in row["form"]:
             how = row["form"].replace("ours", "GPU, base")

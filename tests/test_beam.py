@@ -270,6 +270,50 @@ def test_what_can_be_read_only_once_is_translated():
         made.translate(["7", None])
 
 
+def counted(monkeypatch):
+    """The Writers that are made from now on, in a list."""
+    made, real = [], book.Writer
+    monkeypatch.setattr(
+        book, "Writer", lambda *how: made.append(how) or real(*how)
+    )
+    return made
+
+
+def test_inside_of_ready_one_writer_serves_all_calls(monkeypatch):
+    made = counted(monkeypatch)
+    translator = book.load_translator(book.published_model())
+    texts = ["Ein Hund rennt.", "Eine Frau liest.", "Ein Kind isst Eis."]
+    right = translator.translate(texts), translator.best(texts, 2)
+    assert len(made) == 2 and len(set(right[0])) > 1
+    with translator.ready() as same:
+        assert same is translator
+        assert translator.translate(texts) == right[0]
+        with translator.ready():
+            assert translator.best(texts, 2) == right[1]
+        assert translator.translate(texts[0]) == right[0][0]
+    assert len(made) == 3
+    with pytest.raises(KeyError), translator.ready():
+        raise KeyError
+    with torch.no_grad():  # outside again, changed weights count
+        translator.model.tgt_embedding.weight.normal_()
+    assert translator.translate(texts) != right[0]
+
+
+def test_inside_of_ready_a_form_of_ones_own_serves_too():
+    class Own(book.Translator):
+        asked = 0
+
+        def begin(self):
+            self.asked += 1
+            return partial(book.Cache.begin, self.model)
+
+    words = [book.Vocabulary(book.DIGITS)] * 2
+    own = Own(book.restless_model(), words, ("a", "b"))
+    with own.ready():
+        assert own.translate("7 1") == own.translate(["7 1"])[0]
+    assert own.asked == 1
+
+
 @pytest.mark.parametrize("language", ["ko", "de", "fr", "vi"])
 def test_with_spaces_words_count(language):
     score = book.bleu(["ein Hund"], ["ein Hund"], language=language)

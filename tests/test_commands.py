@@ -756,6 +756,20 @@ def test_lines_of_standard_input_are_translated_in_a_fresh_process(
     assert b"device: cpu" in done.stderr
 
 
+def test_long_input_is_translated_by_one_writer(
+    capsys, small, standard_input, monkeypatch
+):
+    """It comes in portions; to lay the weights out takes as long as one."""
+    made, real = [], book.Writer
+    monkeypatch.setattr(
+        book, "Writer", lambda *how: made.append(how) or real(*how)
+    )
+    standard_input(b"ja\n" * 600)
+    status, lines, _ = translate(capsys, small, "--beam", "1")
+    assert status == 0 and len(lines) == 600
+    assert len(made) == 1
+
+
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
 def test_each_line_has_one_line_of_output(capsys, small, standard_input, end):
     lines = [*SENTENCES, "", " ", *SENTENCES[::-1], "ja\u2028nein", "", "a"]

@@ -214,7 +214,7 @@ def test_the_quick_benchmark_of_training_runs_every_form(tmp_path, capsys):
     found = {"training": facts, "decoding_peers": {"rows": []}}
     run.table(found)
     lines = capsys.readouterr().out.splitlines()
-    left_out = 10 + 4 - len(settings)  # of decoding, and without glibc
+    left_out = 12 + 4 - len(settings)  # of decoding, and without glibc
     assert sum("not run" in line for line in lines) == left_out
     assert sum("nn.Transformer" in line for line in lines) == 6
     assert sum("memory kept by both" in line for line in lines) == 2
@@ -302,7 +302,11 @@ def test_the_price_of_a_corpus_is_measured(tmp_path):
 def test_a_ratio_of_speeds_is_that_of_the_rounds():
     """Not that of two medians, which may come from different rounds."""
     row = {"setting": "base", "width": 1, "program": "Marian"}
-    times = {"Marian": [1.0, 2.0, 6.0], "ours, bf16": [1.0, 1.0, 2.0]}
+    times = {
+        "Marian": [1.0, 2.0, 6.0],
+        "ours, bf16": [1.0, 1.0, 2.0],
+        "ours, int8": [1.0, 0.5, 2.0],
+    }
     rows = [
         row | {"program": name, "seconds": found, "ours_over_it": [1, 1, 1]}
         for name, found in times.items()
@@ -313,8 +317,9 @@ def test_a_ratio_of_speeds_is_that_of_the_rounds():
             {"training": {"rows": []}, "decoding_peers": {"rows": rows}}
         )
     }
-    what = "base, greedy, ours in 16 bits over Marian in 32"
-    assert reached[what] == [2, 1, 3]
+    what = "base, greedy, ours in {} bits over Marian in 32"
+    assert reached[what.format(16)] == [2, 1, 3]
+    assert reached[what.format(8)] == [3, 1, 4]
 
 
 def test_a_gpu_is_measured_by_the_same_command(tmp_path, monkeypatch, capsys):
