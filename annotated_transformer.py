@@ -9892,8 +9892,7 @@ class Product:
         self.bias = None if bias is None else bias.detach().to(self.kind)
         self.weight, self.packed, self.integers = None, None, None
         if hasattr(maps[0], "product"):  # see "Products in 8 bits"
-            products = (part.product for part in maps)
-            self.integers = Int8Product.join(products).lay_out()
+            self.integers = Int8Product.join(part.product for part in maps)
             return
         self.weight = joined.to(self.kind)
         if joined.device.type == "cpu" and joined.dtype == torch.float:
@@ -21687,8 +21686,6 @@ def most_of_weights():
 class Int8Product:
     """Multiplies by the rows of a weight (O, I), from factors in 8 bits."""
 
-    packed = None  # the weight as oneDNN orders it, for `lay_out`
-
     def __init__(self, weight):
         self.weight, factor = int8_rows(weight.detach(), most_of_weights())
         self.factor = factor.T  # (1, O)
@@ -21705,30 +21702,9 @@ class Int8Product:
     def __call__(self, x):
         """(..., I) -> (..., O)"""
         rows, factor = int8_rows(x.reshape(-1, x.size(-1)))
-        y = self.sums(rows).mul_(factor)
+        sums = torch._int_mm(rows, self.weight.T)  # (R, O), exact
+        y = sums.float().mul_(factor).mul_(self.factor)
         return y.view(*x.shape[:-1], -1).to(x.dtype)
-
-    def sums(self, rows):
-        """Integers (R, I) -> (R, O), times the factors of the weight."""
-        if self.packed is None:
-            return torch._int_mm(rows, self.weight.T) * self.factor
-        raised = rows.view(torch.uint8) ^ 128  # the same integers + 128
-        return torch.ops.onednn.qlinear_pointwise(
-            raised, 1.0, 128, self.packed, self.factor[0], self.none, None,
-            1.0, 0, torch.float, "none", [], "",
-        )  # fmt: skip
-
-    def lay_out(self):
-        """Let oneDNN order the weight once, for a Writer, where it can."""
-        ends = torch.full((2, self.weight.size(1)), 127, dtype=torch.int8)
-        ends[1] = -127
-        right, self.none = self.sums(ends), torch.zeros(len(self.weight)).int()
-        with contextlib.suppress(AttributeError, RuntimeError):
-            self.packed = torch.ops.onednn.qlinear_prepack(self.weight, None)
-            if torch.allclose(self.sums(ends), right):
-                return self
-        self.packed = None
-        return self
 
 
 # %% [markdown]

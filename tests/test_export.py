@@ -376,8 +376,6 @@ for width, number in ((64, 48), (512, 96), (100, 33)):
     x[0], x[1] = 1, -1
     product = book.Int8Product(weight)
     assert torch.allclose(product(x), x @ weight.T), width
-    product.lay_out()
-    assert torch.allclose(product(x), x @ weight.T), width
 for seed in range(5):
     torch.manual_seed(seed)
     book.int8_products_are_close()
