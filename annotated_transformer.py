@@ -10066,8 +10066,9 @@ class Reader:
 # the Writer would not notice, and would still compute the book's formula. So
 # when it is made, it reads two random texts of 24 places, and so does the
 # model. If their logits differ by more than two thousandths of their spread
-# (three hundredths in 16 bits, a tenth in 8), it refuses; by rounding in 32
-# bits they differ by far less. (It can't notice what does less than that, such
+# (three hundredths in 16 bits; a tenth in 8, where one integer that is rounded
+# otherwise changes what follows), it refuses; by rounding in 32 bits they
+# differ by far less. (It can't notice what does less than that, such
 # as a new part that begins near 0, nor what shows only in longer texts, such
 # as a window of 30 places.)
 
@@ -21846,10 +21847,11 @@ def int8_products_are_close():
 # | `model-en-de` | 1 | 42.47 | 42.34 | 42.56 | 41.97 |
 # | `model-en-de` | 5 | 43.14 | 43.12 | 42.97 | 42.99 |
 #
-# So sums that are cut off cost greedy translations some half of a point, and
-# fewer levels cost nothing that shows: up or down by 0.2 is chance here.
-# (`evaluate`, two cores of an Intel Xeon, commit `d7cf2f4`; the last column is
-# of `c7cc378`, which had integers up to 127 everywhere.)
+# Greedily, sums that are cut off cost both models 0.4 or 0.5. With fewer
+# levels BLEU goes up twice and down twice, by 0.2 at most. (`evaluate --model
+# results/model-de-en --corpus multi30k --split val --alpha 1.5 --beam 1
+# --int8` and the like, on two cores of an Intel Xeon, commit `d7cf2f4`; the
+# last column is of `c7cc378`, which had integers up to 127 everywhere.)
 #
 # ### A model for CTranslate2
 #
@@ -22043,9 +22045,9 @@ QUANTIZATIONS = (
 # differ and it goes from 40.20 to 40.21 (commit b75af4a,
 # `results/benchmarks-export.json`). On older processors CTranslate2's sums
 # seem to be cut off, too: of the 1,014 validation sentences, written greedily,
-# 274 differ there and not 100, and BLEU is 40.98 and not 41.04 (ours in 8
-# bits: 141 and 109, 41.21 and 41.26; the same program with `--split val`,
-# after `MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2`, at `d7cf2f4`).
+# 274 differ there and not 100 (of ours 141 and 109), and BLEU is 40.98 and not
+# 41.04 (the same program with `--split val`, after `ONEDNN_MAX_CPU_ISA=AVX2
+# MKL_ENABLE_INSTRUCTIONS=AVX2` and without, commit `d7cf2f4`).
 #
 # Four rules of decoding are not ours, and no conversion can change that:
 #

@@ -26,6 +26,15 @@ def needed(name, where="tests/peers.txt"):
     return pytest.importorskip(name, reason=f"needs {where}")
 
 
+def writers_made(monkeypatch):
+    """The arguments of each Writer that is made from now on, in a list."""
+    made, real = [], book.Writer
+    monkeypatch.setattr(
+        book, "Writer", lambda *how: made.append(how) or real(*how)
+    )
+    return made
+
+
 def fresh(*arguments, text=None, **options):
     """Run the script in a process of its own."""
     return subprocess.run(

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from helpers import writers_made
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -270,17 +271,8 @@ def test_what_can_be_read_only_once_is_translated():
         made.translate(["7", None])
 
 
-def counted(monkeypatch):
-    """The Writers that are made from now on, in a list."""
-    made, real = [], book.Writer
-    monkeypatch.setattr(
-        book, "Writer", lambda *how: made.append(how) or real(*how)
-    )
-    return made
-
-
 def test_inside_of_ready_one_writer_serves_all_calls(monkeypatch):
-    made = counted(monkeypatch)
+    made = writers_made(monkeypatch)
     translator = book.load_translator(book.published_model())
     texts = ["Ein Hund rennt.", "Eine Frau liest.", "Ein Kind isst Eis."]
     right = translator.translate(texts), translator.best(texts, 2)

@@ -30,6 +30,7 @@ from helpers import (
     trained,
     training_command,
     weights,
+    writers_made,
 )
 from sacrebleu.metrics import CHRF
 
@@ -759,11 +760,8 @@ def test_lines_of_standard_input_are_translated_in_a_fresh_process(
 def test_long_input_is_translated_by_one_writer(
     capsys, small, standard_input, monkeypatch
 ):
-    """It comes in portions; to lay the weights out takes as long as one."""
-    made, real = [], book.Writer
-    monkeypatch.setattr(
-        book, "Writer", lambda *how: made.append(how) or real(*how)
-    )
+    """It comes in portions; the weights are the same for all."""
+    made = writers_made(monkeypatch)
     standard_input(b"ja\n" * 600)
     status, lines, _ = translate(capsys, small, "--beam", "1")
     assert status == 0 and len(lines) == 600

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import contents, needed, refused, run
+from helpers import contents, needed, refused, run, writers_made
 
 import annotated_transformer as book
 from annotated_transformer import BOS, EOS, PAD, UNK
@@ -445,16 +445,13 @@ def test_the_option_is_there_for_both_commands(capsys, corpus, tmp_path):
 def test_products_in_16_bits_are_an_option_too(capsys, monkeypatch, tmp_path):
     """`--half` reaches the Writer, in both directions of a model of both."""
     book.save_translator(KINDS["both directions"](), tmp_path)
-    kinds = []
-    real = book.Writer
-    monkeypatch.setattr(
-        book, "Writer", lambda *args: kinds.append(args[1]) or real(*args)
-    )
+    made = writers_made(monkeypatch)
     model = "--model", tmp_path, "--device", "cpu", "--beam", 2
     assert run(capsys, "translate", *model, TEXTS[0])[0] == 0
     for more in ([], ["--reverse"]):
         done = run(capsys, "translate", *model, "--half", *more, TEXTS[0])
         assert done[0] == 0
+    kinds = [kind for _, kind in made]
     assert kinds == [None, torch.bfloat16, torch.bfloat16]
 
 
