@@ -21667,10 +21667,10 @@ def int8_rows(x, most=127):
 # negative, and takes the surplus off at the end. So two products can come to
 # 2 · 255 · 127 = 64,770. If the integers of W go to 64 only, they come to
 # 2 · 255 · 64 = 32,640 at most. That is half as fine, so it is done only where
-# it must be. A trial tells:
+# it must be. A trial in the folded cell tells.
 
 
-# %%
+# %% tags=["plumbing"]
 @functools.cache
 def most_of_weights():
     """The largest integer of W with which sums are exact here: 127 or 64."""
@@ -21684,6 +21684,11 @@ def most_of_weights():
     raise RuntimeError("its sums of such products are not exact")
 
 
+# %% [markdown]
+# With it, the product itself:
+
+
+# %%
 class Int8Product:
     """Multiplies by the rows of a weight (O, I), from factors in 8 bits."""
 
