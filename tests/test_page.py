@@ -2,6 +2,7 @@
 
 import json
 import re
+from html.parser import HTMLParser
 
 import nbformat
 import pytest
@@ -77,7 +78,43 @@ def texts(html):
     return [tag for tag in found if not tag.find_parent(class_="cell")]
 
 
+class Nesting(HTMLParser):
+    """What an end tag finds open, where that is not its own beginning.
+
+    A block ends a paragraph that is open, as in a browser.
+    """
+
+    VOID = {"br", "hr", "img", "input", "link", "meta", "source", "wbr"}
+    BLOCKS = {"div", "details", "figure", "ol", "p", "pre", "table", "ul"}
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.astray = [], []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        if tag in self.BLOCKS and self.open[-1:] == ["p"]:
+            self.open.pop()
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        """An element without content, as SVG has them."""
+
+    def handle_endtag(self, tag):
+        if self.open[-1:] == [tag]:
+            self.open.pop()
+        else:
+            self.astray.append((self.getpos(), tag, self.open[-1:]))
+
+
 # The book's own page
+
+
+def test_every_element_ends_where_it_began(built):
+    found = Nesting(built.read_text(encoding="utf-8"))
+    assert not found.astray and not found.open
 
 
 def test_every_link_inside_has_one_target(html):

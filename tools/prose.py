@@ -194,10 +194,11 @@ class Prose:
     def render(self, cell):
         """Return a prose cell as HTML."""
         tokens, kept = self.tokens[id(cell)], []
-        for before, token in zip([None, *tokens], tokens):
+        around = [None, *tokens], tokens, [*tokens[1:], None]
+        for before, token, after in zip(*around):
             kept.append(token)
             if token.type == "inline":
-                self.refine(before, token, kept)
+                self.refine(before, token, after, kept)
             elif token.type.startswith("blockquote"):
                 token.tag = "div"
                 if token.nesting == 1:
@@ -206,20 +207,20 @@ class Prose:
             kept, self.markdown.options, {}
         ).strip()
 
-    def refine(self, before, token, kept):
+    def refine(self, before, token, after, kept):
         """Link an inline token's references; set apart pictures and asides."""
         token.children = join_lines(unlinked(token.children))
         if before.type == "th_open":
             before.attrs["scope"] = "col"
             if not token.content:
-                before.tag, before.attrs = "td", {}
+                before.tag, before.attrs, after.tag = "td", {}, "td"
         if before.type != "heading_open":
             self.link(token.children)
         if before.type == "paragraph_open" and token.level == 1:
             if [child.type for child in token.children] == ["image"]:
                 before.type, before.hidden = "html_block", False
                 before.content = self.image(token.children[0])
-                token.children = []
+                token.children, after.hidden = [], True
                 kept[-2:] = [before]
             else:
                 set_aside(before, token, kept)
