@@ -62,8 +62,9 @@
 # **Run.** In a notebook, each example shows its result as you reach it. Run as
 # a script (`python annotated_transformer.py`), the file learns to copy
 # sequences and proves it, and `python annotated_transformer.py --help` lists
-# what else it can do. Imported (`import annotated_transformer`), it only
-# defines things: it prints nothing and trains nothing.
+# what else it can do. (In a notebook `main` does that, too: *The command
+# line*.) Imported (`import annotated_transformer`), it only defines things: it
+# prints nothing and trains nothing.
 #
 # In Colab, the first cell of code installs what is missing there. Elsewhere,
 # if you have this file alone, install what it needs with `pip install torch
@@ -7453,20 +7454,20 @@ def gpu_load():
 # %% [markdown]
 # `progress` passes the updates on, and is no part of the algorithm: while a
 # script runs, it shows a bar with the loss, real target tokens per second, the
-# learning rate, and the load of the GPU if there is one. In a notebook there
-# is no bar.
+# learning rate, and the load of the GPU if there is one. The trainings that
+# belong to the notebook show none there.
 
 
 # %% tags=["plumbing"]
-def progress(updates, recipe, done=0, title="training"):
-    """Pass the updates on, with a progress bar in a terminal."""
+def progress(updates, recipe, done=0, title="training", hidden=NOTEBOOK):
+    """Pass the updates on, with a progress bar if it is not hidden."""
     from tqdm import tqdm
 
     size = dict(total=recipe.steps, initial=done, mininterval=0.5)
     load, asked = "", -1
-    with tqdm(desc=title, disable=NOTEBOOK, **size) as bar:
+    with tqdm(desc=title, disable=hidden, **size) as bar:
         for update in updates:
-            if update.step // 50 > asked and not NOTEBOOK:
+            if update.step // 50 > asked and not hidden:
                 load, asked = gpu_load(), update.step // 50
             speed = f"{update.tokens / update.seconds:,.0f} tokens/s"
             rate = f"rate {update.rate:.1e}"
@@ -19475,7 +19476,9 @@ def train_translator(run, train, val, recipe, folder, options, request=None):
     if run.due or last:
         complete(run, known, val, folder, log, options, last)
     losses, pace = [], []
-    for update in progress(updates, recipe, run.step) if first() else updates:
+    if first():  # in a notebook too, for it may take hours
+        updates = progress(updates, recipe, run.step, hidden=False)
+    for update in updates:
         if run.moving and not options.get("record"):
             run.moving.update(run.model, update.step)
         count = update.step - run.step  # 1, or some if they are recorded
@@ -22329,6 +22332,16 @@ def keep_record(path, record):
 # translate --model results/model-de-en "Zwei Kinder spielen im Schnee."`;
 # `--help` after a command lists its options.
 #
+# **In a notebook**, once all cells above have run, `main` takes the words of a
+# command line, and does the same: `main("train --corpus multi30k --preset
+# laptop --out runs/de-en".split())` and then `main(["translate", "--model",
+# "runs/de-en", "Zwei Kinder spielen im Schnee."])`. It returns the status that
+# a shell would see, 0 if all went well. *Interrupt* saves a training and ends
+# it, as Ctrl-C does. So this notebook alone, without any other file, is enough
+# to train on your own text, and if its machine has a GPU, as Colab's may, the
+# commands use it. But the disk of a machine that is lent to you may go with
+# it: let `--out` name a folder that lasts, and `--resume` goes on from there.
+#
 # How many updates a model needs, and at which rate, depends on its size. Base
 # and big have the paper's numbers (but for French big had `--dropout 0.1` and
 # both `--pieces 32000`). Of the checkpoints, their mean and the moving average
@@ -23789,6 +23802,10 @@ def main(argv):
     except OSError as error:  # a full disk, a folder that is not there
         status, words = 2, f"error: {error}"
         words += more * isinstance(error, NotWritten)
+    except SystemExit as end:  # --help, or an option that is wrong
+        if not NOTEBOOK:
+            raise
+        return end.code
     except Stopped as stop:
         status, words = stop.status, str(stop)
     except KeyboardInterrupt:

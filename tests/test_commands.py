@@ -13,6 +13,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import nbclient
+import nbformat
 import pytest
 import torch
 from helpers import (
@@ -87,6 +89,56 @@ def small(corpus, tmp_path_factory):
 def own(half, tmp_path):
     """A copy of the interrupted run, to be changed at will."""
     return Path(shutil.copytree(half, tmp_path / "own"))
+
+
+# --------------------------------------------------------------- in a notebook
+
+
+def in_a_kernel(*cells):
+    """What each cell of a notebook shows after the book's definitions: dicts.
+
+    The book's examples do not run: the name that lets them is set last.
+    """
+    source = SCRIPT.read_text(encoding="utf-8")
+    for old, new in {
+        '\nNOTEBOOK = __name__ == "__main__" and ': "\nNOTEBOOK = False and ",
+        "hidden=NOTEBOOK": "hidden=True",
+        "\nstart(main)\n": "\nNOTEBOOK = True\n",
+    }.items():
+        assert source.count(old) == 1
+        source = source.replace(old, new)
+    define = f"exec(compile({source!r}, 'book', 'exec'), globals())"
+    cells = map(nbformat.v4.new_code_cell, [define, *cells])
+    nb = nbformat.v4.new_notebook(cells=[*cells])
+    nbclient.NotebookClient(nb, timeout=120).execute()
+    shown = []
+    for cell in nb.cells[1:]:
+        shown.append(dict(stdout="", stderr="", value=""))
+        for output in cell.outputs:
+            if output.output_type == "stream":
+                shown[-1][output.name] += output.text
+            else:
+                shown[-1]["value"] += output.data["text/plain"]
+    return shown
+
+
+def test_a_notebook_gives_commands_to_main(few, tmp_path):
+    out = str(tmp_path / "run")
+    train = [*map(str, training_command(few, out, 2))]
+    given = [
+        train, ["translate", "--model", out, "Ein Hund"],
+        ["translate", "--model", "nowhere", "Ein Hund"],
+        ["train", "--help"], ["train", "--corpus", "toy"],
+    ]  # fmt: skip
+    shown = in_a_kernel(*(f"main({words})" for words in given))
+    assert [cell["value"] for cell in shown] == ["0", "0", "2", "0", "2"]
+    trained, translated, refused, helped, wrong = shown
+    assert "training: 100%" in trained["stderr"]  # it has a bar
+    assert f"done: {out}" in trained["stderr"]
+    assert translated["stdout"].count("\n") == 1
+    assert "nowhere" in refused["stderr"]
+    assert "--corpus CORPUS" in helped["stdout"] and not helped["stderr"]
+    assert "required: --out" in wrong["stderr"]
 
 
 # ----------------------------------------------------------------------- help
