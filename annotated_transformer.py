@@ -66,12 +66,25 @@
 # line*.) Imported (`import annotated_transformer`), it only defines things: it
 # prints nothing and trains nothing.
 #
-# In Colab, the first cell of code installs what is missing there. Elsewhere,
-# if you have this file alone, install what it needs with `pip install torch
-# "altair>=5.5,<6" pandas "vl-convert-python>=1.7" tqdm spacy torchtext==0.6.0
-# sentencepiece sacrebleu GPUtil setuptools`, and `jupyter` to open it as a
-# notebook. (On Linux without an NVIDIA GPU, install torch first, as
-# pytorch.org says for the CPU: that saves gigabytes.)
+# In Colab and on Kaggle (there switch *Internet* on), the first cell of code
+# installs what is missing. Elsewhere, if you have this file alone, install
+# what it needs with `pip install torch "altair>=5.5,<6" pandas
+# "vl-convert-python>=1.7" tqdm spacy torchtext==0.6.0 sentencepiece sacrebleu
+# GPUtil setuptools`, and `jupyter` to open it as a notebook. (On Linux without
+# an NVIDIA GPU, install torch first, as pytorch.org says for the CPU: that
+# saves gigabytes.)
+#
+# **The notebook alone** is enough. Where a command begins with `python
+# annotated_transformer.py`, a cell with `main("…".split())`, where … stands
+# for the other words of the command, does the same, once all cells have run. `results/`, `benchmarks/`, `tools/`, README,
+# `make` and the codes of versions belong to the folder that the notebook comes
+# from; they are sources, and nothing needs them. But some cells near the end
+# show what the trained models of `results/` do. Without those they only say
+# so, in the place of what is stored there; keep a copy that was not run, to
+# read on. In Colab links to other sections do nothing; take its table of
+# contents. VS Code folds no cells: pass over those that begin with `@claim`,
+# and those with `.judged_by(`, which know the slips of an exercise. The cells
+# need no GPU, and use none; only commands do.
 #
 # To begin in the middle, or after a restart, put the cursor into the first
 # cell you want and run all above it: *Run All Above Selected Cell* in
@@ -184,6 +197,7 @@
 import subprocess
 import sys
 from importlib import metadata
+from os import environ
 
 PACKAGES = "altair>=5.5,<6 pandas vl-convert-python>=1.7 tqdm spacy "
 PACKAGES += "torchtext==0.6.0 sentencepiece sacrebleu GPUtil setuptools"
@@ -207,7 +221,7 @@ def install_missing():
         subprocess.run([*pip, *missing], check=True)
 
 
-if "google.colab" in sys.modules:
+if "google.colab" in sys.modules or "KAGGLE_KERNEL_RUN_TYPE" in environ:
     install_missing()
 
 # %% [markdown]
@@ -5745,25 +5759,37 @@ def read_and_labels(rows): ...
 # ### 5.2 Hardware and schedule
 #
 # The authors trained base for 100,000 updates in 12 hours, and big for
-# 300,000 in 3.5 days, on eight P100 GPUs. We take what there is: a CUDA
-# GPU, else Apple's, else the processor.
+# 300,000 in 3.5 days, on eight P100 GPUs. The commands at the end of this book
+# take what there is: a CUDA GPU, else Apple's, else the processor. (Its cells
+# take the processor.) That a GPU is there does not mean that this build of
+# PyTorch can use it: today's builds have no programs for a P100, for instance.
+# So it is tried.
 
 
 # %%
+def why_not(name):
+    """Why a device can't be used here; "" if it can."""
+    try:
+        (torch.ones(1, device=name) + 1).item()  # "meta" has no values
+    except (RuntimeError, AssertionError, ImportError) as error:
+        return str(error).partition("\n")[0]  # torch may list its kernels
+    return ""
+
+
 def pick_device(name="auto"):
     """A torch.device: the best there is, or the one asked for."""
     if name == "auto":
-        if torch.cuda.is_available():
-            return torch.device("cuda")
-        mps = torch.backends.mps.is_available()
-        return torch.device("mps" if mps else "cpu")
-    try:
-        torch.zeros(1, device=name).item()  # "meta" has no values
-    except (RuntimeError, AssertionError, ImportError) as error:
-        why = str(error).partition("\n")[0]  # torch may list its kernels
-        raise InputError(
-            f"no device {name!r} here ({why}); cpu always works"
-        ) from None
+        there = {
+            "cuda": torch.cuda.is_available(),
+            "mps": torch.backends.mps.is_available(),
+        }
+        for kind in (kind for kind in there if there[kind]):
+            if not (why := why_not(kind)):
+                return torch.device(kind)
+            warnings.warn(f"{kind} can't be used ({why})", stacklevel=2)
+        return torch.device("cpu")
+    if why := why_not(name):
+        raise InputError(f"no device {name!r} here ({why}); cpu always works")
     device = torch.device(name)  # all of the processor is one: no "cpu:1"
     return torch.device("cpu") if device.type == "cpu" else device
 
@@ -8948,7 +8974,9 @@ def half_network_loses_no_more():
 # clearly faster; and its recipe for small machines, `--preset laptop` (*The
 # command line*), takes 16 bits where they are faster still. With `--half` or
 # `--onednn` you decide, and nothing is tried; `--no-half` and `--no-onednn`
-# each forbid one of the two, and the other is still tried.
+# each forbid one of the two, and the other is still tried. (NVIDIA's GPUs have
+# units for bfloat16 from compute capability 8.0 on. With `--half` on an older
+# one, such as a T4, `train` says that it has none.)
 
 
 # %%
@@ -8978,6 +9006,11 @@ def onednn_pays(device):
         return False
     best = product_seconds(device)
     return best["oneDNN"] < 0.75 * best["32 bits"]
+
+
+def slow_half(device):
+    """Whether an NVIDIA GPU has no units for products in bfloat16."""
+    return torch.cuda.get_device_capability(device) < (8, 0)
 
 
 def half_pays(device):
@@ -10364,15 +10397,15 @@ def ways_of_writing():
     torch.manual_seed(0)
     model = Transformer(Config(5000, 5000, **PRESETS["base"]))
     src = torch.randint(4, 5000, (32, 15))
-    writer, half = Writer(model), Writer(model, torch.bfloat16)
     ways = {
         "everything anew": partial(greedy_plain, model, src, 5),
         "kept keys and values": partial(greedy, model, src, 5),
-        "a Writer": partial(greedy, model, src, 5, writer.begin),
+        "a Writer": partial(greedy, model, src, 5, Writer(model).begin),
     }
     if half_pays(torch.device("cpu")):
+        begin = Writer(model, torch.bfloat16).begin
         ways["a Writer, 16-bit products"] = partial(
-            greedy, model, src, 5, half.begin
+            greedy, model, src, 5, begin
         )
     best = dict.fromkeys(ways, math.inf)
     for turn in range(3):  # in turns: a slow moment is not for one alone
@@ -12211,8 +12244,9 @@ def a_page_of_translations():
 # that translation needs. In a new process `load_translator("my-model")` gives
 # it back (*Saved models*), and on the command line it is `python
 # annotated_transformer.py translate --model my-model "der Mann liest ein Buch
-# ."`. (Models that know real captions are stored beside this book; this one
-# knows only words of its small grammar.)
+# ."`, in this notebook `main(["translate", "--model", "my-model", "der Mann
+# liest ein Buch ."])`. (Models that know real captions are stored beside this
+# book; this one knows only words of its small grammar.)
 #
 # What of those that are wrong? Looking at mistakes teaches more than
 # looking at scores.
@@ -16780,7 +16814,7 @@ def reading_back_weighs_both_verdicts():
 # So let each text y′ vote for those that it is like, and take the one that has
 # most:
 #
-# $$\hat y = \underset{y \in L}{\mathrm{argmax}} \sum_{y' \in L}
+# $$\hat y = \mathop{\mathrm{argmax}}_{y \in L} \sum_{y' \in L}
 # p(y' \mid x)^\tau \, \mathrm{chrF}(y, y')$$
 #
 # τ says what a vote counts. With τ = 1 it is what the model believes; with 0
@@ -20235,15 +20269,16 @@ def join_processes():
 # the same.)
 #
 # **Several machines** do the same, if they see the same folders and know each
-# other by name: `torchrun --nnodes=2 …`, once on each (README has the whole
-# command, with restarts). One that was switched off may come back: start the
-# same command on it again, and all go on from the last checkpoint, again bit
-# for bit. For that `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` must be set on all
-# of them. Without it, torch 2.13 says only once where to meet, and a machine
-# that comes later waits in vain. (But if the machine where they meet is lost,
-# the others end too; then start all again, with `--resume`. The tests'
-# machines are two networks of one machine, each with a name, and a virtual
-# cable between them.)
+# other by name: `torchrun --nnodes=2 --nproc-per-node=8 --max-restarts=3
+# --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 --rdzv-id=1
+# annotated_transformer.py train …`, once on each, with the name of one of them
+# for HOST. One that was switched off may come back: start the same command on
+# it again, and all go on from the last checkpoint, again bit for bit. For that
+# `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` must be set on all of them. Without
+# it, torch 2.13 says only once where to meet, and a machine that comes later
+# waits in vain. (But if the machine where they meet is lost, the others end
+# too; then start all again, with `--resume`. The tests' machines are two
+# networks of one machine, each with a name, and a virtual cable between them.)
 
 
 # %% tags=["plumbing"]
@@ -21351,9 +21386,9 @@ def the_published_model():
     folder = published_model()
     if folder is None:
         print("no folder results/model-de-en here; to make such a model:")
-        print("python annotated_transformer.py train --corpus multi30k \\")
-        print("    --src de --tgt en --preset laptop --steps 16000 \\")
-        print("    --seed 2 --out results/model-de-en")
+        print('main("train --corpus multi30k --src de --tgt en --preset laptop'
+              ' --steps 16000 "\n     "--seed 2 --out results/model-de-en"'
+              ".split())")  # fmt: skip
         return
     translator = load_translator(folder)
     for text in CAPTIONS:
@@ -22332,15 +22367,23 @@ def keep_record(path, record):
 # translate --model results/model-de-en "Zwei Kinder spielen im Schnee."`;
 # `--help` after a command lists its options.
 #
-# **In a notebook**, once all cells above have run, `main` takes the words of a
-# command line, and does the same: `main("train --corpus multi30k --preset
-# laptop --out runs/de-en".split())` and then `main(["translate", "--model",
-# "runs/de-en", "Zwei Kinder spielen im Schnee."])`. It returns the status that
-# a shell would see, 0 if all went well. *Interrupt* saves a training and ends
-# it, as Ctrl-C does. So this notebook alone, without any other file, is enough
-# to train on your own text, and if its machine has a GPU, as Colab's may, the
-# commands use it. But the disk of a machine that is lent to you may go with
-# it: let `--out` name a folder that lasts, and `--resume` goes on from there.
+# **In a notebook**, once all its cells have run, those below too, `main` takes
+# the words of a command line, and does the same: `main("train --corpus
+# multi30k --preset laptop --out runs/de-en".split())` and then
+# `main(["translate", "--model", "runs/de-en", "Zwei Kinder spielen im
+# Schnee."])`. It returns the status that a shell would see, 0 if all went
+# well. *Interrupt* saves a training and ends it, as Ctrl-C does. If the
+# machine has a GPU, as Colab's may, the commands use it. But the disk of a
+# machine that is lent to you goes with it, so let `--out` name a folder that
+# lasts, such as one of a mounted drive; `--resume` goes on from there, on the
+# same kind of device. (To begin on another: `--from` that folder, and a new
+# `--out`.)
+#
+# After a restart all cells would have to run again. Sooner begins a file
+# `annotated_transformer.py`, made by `jupyter nbconvert --to script` or, in
+# Colab, by *File*, *Download .py*: `import annotated_transformer as book`
+# takes seconds, and then it is `book.main([...])`. `torchrun` needs that file,
+# too; `main` is one process.
 #
 # How many updates a model needs, and at which rate, depends on its size. Base
 # and big have the paper's numbers (but for French big had `--dropout 0.1` and
@@ -22501,6 +22544,9 @@ def run_train(args):
         say(f"{sizes}{own}: {count:.1f} million weights")
         onednn = recipe.onednn and device.type == "cpu" and not args.compile
         tell_recipe(recipe, translator.model.config, onednn)
+        if recipe.half and device.type == "cuda" and slow_half(device):
+            say("note: this GPU has no units for bfloat16; --no-half is "
+                "likely faster")  # fmt: skip
         ema = recipe.ema
         run = Run(
             translator, adam(translator.model),
@@ -22883,6 +22929,11 @@ def input_lines(arguments):
                     f"lines of the file: < {text}")  # fmt: skip
         yield [line for text in arguments for line in text.split("\n")]
         return
+    if NOTEBOOK:  # it has no standard input
+        raise InputError(
+            'give the sentences: main([..., "Ein Satz."]); those of a file '
+            "are open(FILE).read().strip()"
+        )
     if sys.stdin is None:  # closed
         return
     if sys.stdin.isatty():

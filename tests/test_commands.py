@@ -129,16 +129,18 @@ def test_a_notebook_gives_commands_to_main(few, tmp_path):
         train, ["translate", "--model", out, "Ein Hund"],
         ["translate", "--model", "nowhere", "Ein Hund"],
         ["train", "--help"], ["train", "--corpus", "toy"],
+        ["translate", "--model", out],
     ]  # fmt: skip
     shown = in_a_kernel(*(f"main({words})" for words in given))
-    assert [cell["value"] for cell in shown] == ["0", "0", "2", "0", "2"]
-    trained, translated, refused, helped, wrong = shown
+    assert [cell["value"] for cell in shown] == [*"002022"]
+    trained, translated, refused, helped, wrong, silent = shown
     assert "training: 100%" in trained["stderr"]  # it has a bar
     assert f"done: {out}" in trained["stderr"]
     assert translated["stdout"].count("\n") == 1
     assert "nowhere" in refused["stderr"]
     assert "--corpus CORPUS" in helped["stdout"] and not helped["stderr"]
     assert "required: --out" in wrong["stderr"]
+    assert "give the sentences" in silent["stderr"]
 
 
 # ----------------------------------------------------------------------- help

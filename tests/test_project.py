@@ -6,11 +6,12 @@ import re
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 from bs4 import BeautifulSoup
-from nbconvert import HTMLExporter
+from nbconvert import HTMLExporter, ScriptExporter
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -55,7 +56,8 @@ def test_the_notebook_holds_no_error_and_no_trace_of_one_run():
     nb = notebook.read_notebook()
     assert nb.metadata == notebook.METADATA
     for cell in nb.cells:
-        own = {"tags", "lines_to_next_cell", "jupyter", "cellView"}
+        own = {"tags", "lines_to_next_cell"}
+        own |= {"jupyter", "cellView", "_kg_hide-input"}
         assert set(cell.metadata) <= own
         for output in cell.get("outputs", []):
             assert output.output_type != "error"
@@ -202,6 +204,21 @@ def test_what_is_optional_is_folded_and_nothing_else():
         assert folded == bool(
             notebook.FOLDED & {*cell.metadata.get("tags", [])}
         )
+        assert folded == (cell.metadata.get("cellView") == "form")  # Colab
+        assert folded == cell.metadata.get("_kg_hide-input", False)  # Kaggle
+
+
+def test_a_script_made_of_the_notebook_is_one():
+    """By nbconvert code alone; by Colab prose, too, as strings."""
+    nb = notebook.read_notebook()
+    code, resources = ScriptExporter().from_notebook_node(nb)
+    assert resources["output_extension"] == ".py"
+    compile(code, "script", "exec")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of \m in a formula
+        for cell in nb.cells:
+            if cell.cell_type == "markdown":
+                ast.parse(f'"""{cell.source}"""')
 
 
 @pytest.mark.parametrize(

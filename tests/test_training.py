@@ -603,7 +603,24 @@ def test_an_average_of_16_bit_weights_loses_nothing(kind):
 def test_the_best_device_is_picked(cuda, mps, best, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
+    monkeypatch.setattr(book, "why_not", lambda name: "")
     assert book.pick_device().type == best
+
+
+@pytest.mark.parametrize("mps, best", [(True, "mps"), (False, "cpu")])
+def test_a_gpu_that_can_not_be_used_is_passed_over(mps, best, monkeypatch):
+    """It may be older than the programs of this build of PyTorch."""
+
+    def ones(*sizes, device):
+        if device == "cuda":
+            raise RuntimeError("no kernel image\nfor it")
+        return torch.zeros(sizes)
+
+    monkeypatch.setattr(torch, "ones", ones)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
+    with pytest.warns(UserWarning, match=r"cuda.* \(no kernel image\)$"):
+        assert book.pick_device().type == best
 
 
 def test_the_device_can_be_set():
@@ -622,7 +639,7 @@ def test_of_the_list_of_kernels_that_torch_gives_one_line_is_told(
     def fail(*_, **__):
         raise RuntimeError("no such kernel\nCPU: one\nMeta: two")
 
-    monkeypatch.setattr(torch, "zeros", fail)
+    monkeypatch.setattr(torch, "ones", fail)
     with pytest.raises(InputError, match=r"'mps' here \(no such kernel\);"):
         book.pick_device("mps")
 

@@ -41,7 +41,7 @@ CHART = "application/vnd.vegalite"
 # No versions: they would change the notebook on each reader's machine.
 METADATA = {
     "kernelspec": {"display_name": "Python 3", "name": "python3"},
-    "language_info": {"name": "python"},
+    "language_info": {"name": "python", "file_extension": ".py"},
 }
 
 
@@ -49,7 +49,7 @@ def read_source():
     """Return the source as a notebook without outputs.
 
     A cell's id comes from its text, so it stays when others move. What is
-    optional is folded in Jupyter and in Colab. Titles become links.
+    optional is folded in Jupyter, in Colab and on Kaggle. Titles become links.
     """
     book = jupytext.read(SOURCE, fmt="py:percent")
     book.metadata = nbformat.from_dict(METADATA)
@@ -61,6 +61,7 @@ def read_source():
         if FOLDED.intersection(cell.metadata.get("tags", [])):
             cell.metadata.jupyter = {"source_hidden": True}
             cell.metadata.cellView = "form"
+            cell.metadata["_kg_hide-input"] = True
         if cell.cell_type == "markdown":
             cell.source = embedded(linked(cell.source, places), drawn)
     return book
