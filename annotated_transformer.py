@@ -76,15 +76,16 @@
 #
 # **The notebook alone** is enough. Where a command begins with `python
 # annotated_transformer.py`, a cell with `main("…".split())`, where … stands
-# for the other words of the command, does the same, once all cells have run. `results/`, `benchmarks/`, `tools/`, README,
-# `make` and the codes of versions belong to the folder that the notebook comes
-# from; they are sources, and nothing needs them. But some cells near the end
-# show what the trained models of `results/` do. Without those they only say
-# so, in the place of what is stored there; keep a copy that was not run, to
-# read on. In Colab links to other sections do nothing; take its table of
-# contents. VS Code folds no cells: pass over those that begin with `@claim`,
-# and those with `.judged_by(`, which know the slips of an exercise. The cells
-# need no GPU, and use none; only commands do.
+# for the other words of the command, does the same, once all cells have run.
+# `results/`, `benchmarks/`, `tools/`, README, `make` and the codes of versions
+# belong to the folder that the notebook comes from; they are sources, and
+# nothing needs them. But some cells near the end show what the trained models
+# of `results/` do. Without those they only say so, in the place of what is
+# stored there; keep a copy that was not run, to read on. In Colab links to
+# other sections do nothing; take its table of contents. VS Code folds no
+# cells: pass over those that begin with `@claim`, and those with
+# `.judged_by(`, which know the slips of an exercise. The cells need no GPU,
+# and use none; only commands do.
 #
 # To begin in the middle, or after a restart, put the cursor into the first
 # cell you want and run all above it: *Run All Above Selected Cell* in
