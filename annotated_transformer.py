@@ -75,8 +75,8 @@
 # saves gigabytes.)
 #
 # **The notebook alone** is enough. Where a command begins with `python
-# annotated_transformer.py`, a cell with `main("…".split())`, where … stands
-# for the other words of the command, does the same, once all cells have run.
+# annotated_transformer.py`, a cell with `main("…")`, where … stands for the
+# rest of the command, does the same, once all cells have run.
 # `results/`, `benchmarks/`, `tools/`, README, `make` and the codes of versions
 # belong to the folder that the notebook comes from; they are sources, and
 # nothing needs them. But some cells near the end show what the trained models
@@ -246,6 +246,7 @@ import mmap
 import os
 import random
 import re
+import shlex
 import shutil
 import tempfile
 import time
@@ -3988,7 +3989,8 @@ def an_untrained_model():
 def torch_twin(model):
     """An nn.Transformer with the weights of `model`'s two stacks."""
     c = model.config
-    sizes = (c.d_model, c.h, c.N, c.N, c.d_ff, 0.0)
+    depths = (len(model.encoder.layers), len(model.decoder.layers))
+    sizes = (c.d_model, c.h, *depths, c.d_ff, 0.0)
     order = dict(batch_first=True, norm_first=c.norm_first)
     with warnings.catch_warnings():  # of a speed-up that we do not need
         warnings.simplefilter("ignore")
@@ -7397,6 +7399,8 @@ def training(
 ):
     """Train, yielding an Update after each; `done` were made before.
 
+    Of the model it asks for `config.d_model`, which Equation 3 contains.
+
     `gradient(model, part, tokens, smoothing)` adds a part's gradient and
     returns its summed loss: `backward`, or a quicker form of it.
 
@@ -7409,7 +7413,7 @@ def training(
     for a schedule of your own, override it in a subclass of Recipe.
     """
     optimizer, batches = optimizer or adam(model), iter(batches)
-    weights = list(model.parameters())
+    weights = [w for group in optimizer.param_groups for w in group["params"]]
     for step in range(done + 1, recipe.steps + 1):
         began = time.perf_counter()
         model.train()
@@ -8577,9 +8581,8 @@ def loss_and_gradients(
 # `backward_in_slices` runs the model up to the states, takes the loss and its
 # gradient from above, and lets autograd go on from there. The matrix of words
 # gets a gradient twice: from the logits here, and, as an embedding, from
-# autograd. Autograd comes last, so when it is done the gradients are whole.
-# (With several processes this order matters: then autograd also sends each
-# gradient off.)
+# autograd. Autograd is given the first, too, and adds them. So hooks of your
+# own see the whole gradient (and with several processes the whole is sent).
 #
 # On a GPU two things differ. It works on thousands of rows at once, so the
 # slices are large. And padding stays in: to leave it out, one must know how
@@ -8588,14 +8591,13 @@ def loss_and_gradients(
 
 
 # %%
-def add_gradient(weight, gradient):
-    """Add a gradient that was not made by autograd to weight.grad."""
-    if not weight.requires_grad:  # frozen
-        return
-    if weight.grad is None:
-        weight.grad = gradient.to(weight.dtype)
-    else:
-        weight.grad += gradient
+def backward_from(states, at_states, weight, at_weight):
+    """Autograd from the states on, and from the matrix of words."""
+    tensors, gradients = [states], [at_states.to(states.dtype)]
+    if weight.requires_grad:  # it is not frozen
+        tensors.append(weight)
+        gradients.append(at_weight.to(weight.dtype))
+    torch.autograd.backward(tensors, gradients)
 
 
 def backward_in_slices(
@@ -8624,8 +8626,7 @@ def backward_in_slices(
         states.detach().to(kind), labels, weight.detach().to(kind), tokens,
         smoothing, rows or 256, of_slice,
     )  # fmt: skip
-    add_gradient(weight, at_weight)
-    states.backward(at_states.to(states.dtype))
+    backward_from(states, at_states, weight, at_weight)
     return total
 
 
@@ -8694,9 +8695,11 @@ def dropout_keeps_the_mean():
 # ./multi30k --src en --tgt de --preset laptop --half --steps 200 --save-every
 # 1000 --out runs/short`, on two cores of an Intel Xeon with such units, seed
 # 0, commit `be014f8`; the others with both variables of the cell set to 1024.
-# The time is that of the second pair, which ran alone.) A `Writer` by itself,
-# see *Writing, sooner*, leaves this alone: the sizes of one batch's steps
-# recur in the next one's, and with fewer kept it is slower.
+# The time is that of the second pair, which ran alone.) In this notebook cells
+# before have asked oneDNN for products, so there it comes too late; train for
+# long by a script. A `Writer` by itself, see *Writing, sooner*, leaves this
+# alone: the sizes of one batch's steps recur in the next one's, and with fewer
+# kept it is slower.
 
 
 # %% tags=["plumbing"]
@@ -8759,6 +8762,17 @@ def two_libraries():
 
 
 # %%
+def only_once():
+    """RuntimeError if the gradient itself is to be differentiated.
+
+    Our backward passes give values, and nothing leads on from them.
+    """
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError(
+            "the fast forms have first derivatives only; take the plain model"
+        )
+
+
 class OneDnnProduct(torch.autograd.Function):
     """x Wᵀ + b, forward and backward, by oneDNN."""
 
@@ -8772,6 +8786,7 @@ class OneDnnProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):  # (..., O)
+        only_once()
         x, weight = ctx.saved_tensors
         whole = gradient.reshape(-1, gradient.size(-1))
         at_x = onednn_product(whole, weight.T).view(ctx.shape)
@@ -8848,6 +8863,7 @@ class HalfProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):  # (..., O)
+        only_once()
         x, weight = ctx.saved_tensors
         whole = gradient.reshape(-1, gradient.size(-1))
         half = whole.bfloat16()
@@ -8907,6 +8923,7 @@ class HalfNetwork(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):  # (..., D)
+        only_once()
         rows, hidden, W_1, W_2 = ctx.saved_tensors
         whole = gradient.reshape(-1, gradient.size(-1))
         half = whole.bfloat16()
@@ -8919,7 +8936,9 @@ class HalfNetwork(torch.autograd.Function):
 
 def hooked(linear):
     """Whether something of your own happens before or after it."""
-    return bool(linear._forward_pre_hooks or linear._forward_hooks)
+    own = linear._forward_pre_hooks, linear._forward_hooks
+    own += linear._backward_pre_hooks, linear._backward_hooks
+    return any(own) or "forward" in vars(linear)
 
 
 class HalfFeedForward(FeedForward):
@@ -9094,8 +9113,9 @@ class FusedAttention(MultiHeadAttention):
         if longest <= self.short and Q.device.type == "cpu":
             return attention(Q, K, V, mask, self.drop)[0]
         return F.scaled_dot_product_attention(
-            Q, K, V, attn_mask=mask, dropout_p=self.drop.p
-        )
+            Q, K, V, attn_mask=mask,
+            dropout_p=self.drop.p if self.drop.training else 0.0,
+        )  # fmt: skip
 
     def has_kernel(self, x, memory, mask):
         """Whether `short_attention` can do it."""
@@ -10101,7 +10121,7 @@ class Reader:
 # the Writer would not notice, and would still compute the book's formula. So
 # when it is made, it reads two random texts of 24 places, and so does the
 # model. If their logits differ by more than two thousandths of their spread
-# (three hundredths in 16 bits; a tenth in 8, where one integer that is rounded
+# (three hundredths in 16 bits, and in 8, where one integer that is rounded
 # otherwise changes what follows), it refuses; by rounding in 32 bits they
 # differ by far less. (It can't notice what does less than that, such
 # as a new part that begins near 0, nor what shows only in longer texts, such
@@ -10109,11 +10129,8 @@ class Reader:
 
 
 # %%
-def written_otherwise(model, begin, places=24, seed=0):
-    """How far a cache's logits are from the model's, in parts of their spread.
-
-    `begin` makes the cache. Random numbers are left as they are.
-    """
+def random_texts(model, places=24, seed=0):
+    """Two sources and targets (2, places), by random numbers of their own."""
     draw = torch.Generator().manual_seed(seed)
     device = next(model.parameters()).device
     sizes = model.config.src_vocab, model.config.tgt_vocab
@@ -10122,8 +10139,18 @@ def written_otherwise(model, begin, places=24, seed=0):
         for V in sizes
     )
     src[0, -1] = PAD
-    src, tgt = src.to(device), tgt.to(device)
-    with evaluating(model):
+    return src.to(device), tgt.to(device)
+
+
+def written_otherwise(model, begin, places=24, seed=0):
+    """How far a cache's logits are from the model's, in parts of their spread.
+
+    `begin` makes the cache. Random numbers are left as they are.
+    """
+    src, tgt = random_texts(model, places, seed)
+    device = src.device
+    exact = torch.autocast(device.type, enabled=False)
+    with evaluating(model), exact:
         whole, cache = model(src, tgt), begin(src)
         found = torch.stack([cache.read(words) for words in tgt.T], 1)
     return float((found - whole).abs().mean() / whole.std())
@@ -10135,6 +10162,10 @@ def written_otherwise(model, begin, places=24, seed=0):
 
 
 # %% tags=["plumbing"]
+# What a model with parts of another kind may end with.
+OTHERWISE = RuntimeError, AttributeError, TypeError, ValueError, LookupError
+
+
 def out_of_memory(error):
     """Whether torch asked in vain for memory, on a processor or a GPU."""
     words = "can't allocate memory", "out of memory"  # a processor's, MPS's
@@ -10168,14 +10199,13 @@ class Writer:
         try:
             self.lay_out(kind)
             far = written_otherwise(model, self.begin)
-        except (RuntimeError, AttributeError, TypeError) as error:
+        except OTHERWISE as error:
             if out_of_memory(error):
                 raise
             far, cause = math.inf, error  # parts or shapes of another model
-        limit = 0.03 if kind or torch.bfloat16 in weights else 0.002
-        if hasattr(model.tgt_embedding, "product"):  # in 8 bits
-            limit = 0.1
-        if far > limit:
+        rounded = kind or weights & {torch.bfloat16, torch.float16}
+        rounded = rounded or hasattr(model.tgt_embedding, "product")  # 8 bits
+        if not far <= (0.03 if rounded else 0.002):  # nor NaN, of −∞ − −∞
             raise InputError(
                 "a Writer would leave out what was changed in this model: "
                 "write with greedy_plain or beam_search_plain; or with a "
@@ -11605,7 +11635,7 @@ class Translator(Coder):
 
     kind = None  # of the factors in products; None: the weights' own
     watch = None  # told how many sentences each batch had, when it is done
-    kept = None  # what `begin` gave, inside of `ready`
+    kept, users = None, 0  # what `begin` gave, inside of so many `ready`
 
     def __init__(
         self, model, vocabularies, languages, both=False, lowercase=False
@@ -11630,6 +11660,7 @@ class Translator(Coder):
         other = copy.copy(self)
         other.src_vocab, other.tgt_vocab = self.tgt_vocab, self.src_vocab
         other.src, other.tgt = self.tgt, self.src
+        other.kept, other.users = None, 0
         return other
 
     def begin(self):
@@ -11638,12 +11669,17 @@ class Translator(Coder):
 
     @contextlib.contextmanager
     def ready(self):
-        """Inside, what `begin` gives serves all calls: change no weights."""
-        before, self.kept = self.kept, self.kept or self.begin()
+        """Inside, what `begin` gives serves all calls.
+
+        So in there change neither the model nor `kind`.
+        """
+        self.kept, self.users = self.kept or self.begin(), self.users + 1
         try:
             yield self
         finally:
-            self.kept = before
+            self.users -= 1
+            if not self.users:  # they need not end in order
+                self.kept = None
 
     def search(self, sentences, decode, max_tokens=4096):
         """Call decode(model, src, begin=…) on batches of source tokens.
@@ -12245,8 +12281,8 @@ def a_page_of_translations():
 # that translation needs. In a new process `load_translator("my-model")` gives
 # it back (*Saved models*), and on the command line it is `python
 # annotated_transformer.py translate --model my-model "der Mann liest ein Buch
-# ."`, in this notebook `main(["translate", "--model", "my-model", "der Mann
-# liest ein Buch ."])`. (Models that know real captions are stored beside this
+# ."`, in this notebook `main("translate --model my-model 'der Mann liest ein
+# Buch .'")`. (Models that know real captions are stored beside this
 # book; this one knows only words of its small grammar.)
 #
 # What of those that are wrong? Looking at mistakes teaches more than
@@ -15067,6 +15103,11 @@ def attention_maps(translator, words):
             layer.cross_attention.weights for layer in model.decoder.layers
         ],
     }
+    if any(w is None for found in collected.values() for w in found):
+        raise InputError(
+            "an attention of this model keeps no `weights`; let it do as "
+            "MultiHeadAttention.forward does"
+        )
     source, read = [*words, "</s>"], ["<s>", *output]
     writes = [f"{a} → {b}" for a, b in zip(read, [*output, "</s>"])]
     labels = {
@@ -16399,8 +16440,7 @@ def backward_r_drop(model, batch, tokens, smoothing, alpha=5.0, rows=256):
         price = alpha / 4 * disagreement(*logs)
         ((loss + price) / tokens).backward()
         total += loss.detach()
-    add_gradient(weight, matrix.grad)
-    states.backward(leaf.grad)
+    backward_from(states, leaf.grad, weight, matrix.grad)
     return total
 
 
@@ -16704,7 +16744,7 @@ def log_probabilities(model, pairs, max_tokens=4096, rows=256):
     """ln p(target | source) of each pair of ids, `</s>` included."""
     device = next(model.parameters()).device
     widths = [max(len(src), len(tgt)) for src, tgt in pairs]
-    found = torch.zeros(len(pairs), device=device)
+    found = torch.zeros(len(pairs), dtype=torch.float64)
     with evaluating(model):
         for group in token_batches(widths, max_tokens, torch.Generator()):
             src, tgt = (pad(side) for side in zip(*(pairs[i] for i in group)))
@@ -16717,9 +16757,8 @@ def log_probabilities(model, pairs, max_tokens=4096, rows=256):
                 for x, y in zip(states.split(rows),
                                 batch.labels[real].split(rows))
             ]  # fmt: skip
-            places = torch.tensor(group, device=device)
-            owners = places[real.nonzero()[:, 0]]  # (R,)
-            found.index_add_(0, owners, torch.cat(logs))
+            owners = torch.tensor(group)[real.nonzero()[:, 0].cpu()]  # (R,)
+            found.index_add_(0, owners, torch.cat(logs).cpu().double())
     return found.tolist()
 
 
@@ -17903,6 +17942,32 @@ def describe(translator):
 
 
 # %% [markdown]
+# Only weights are saved. Does the book's Transformer, with these weights, make
+# the same logits? If not, the model has parts of its own.
+
+
+# %% tags=["plumbing"]
+def is_the_books(model):
+    """Whether Transformer(config) with these weights is the same model.
+
+    As far as texts of 24 places show it.
+    """
+    like = next(model.parameters())
+    with torch.random.fork_rng(devices=[]):  # its own numbers are for nothing
+        again = Transformer(model.config).to(like)
+    src, tgt = random_texts(model)
+    try:
+        again.load_state_dict(model.state_dict(), assign=True)
+        with evaluating(model), evaluating(again):
+            one, two = model(src, tgt), again(src, tgt)
+    except OTHERWISE as error:  # other names or sizes, fewer places
+        if out_of_memory(error):
+            raise
+        return False
+    return bool((one - two).abs().mean() < 0.002 * one.std())
+
+
+# %% [markdown]
 # Each of the three files is written by `write_whole`:
 
 
@@ -17914,15 +17979,14 @@ def save_translator(translator, folder, half=False, **facts):
     Warns of a model with formulas of its own: `load_translator` makes the
     book's Transformer.
     """
-    try:
-        Writer(translator.model)
-    except InputError:
+    model = getattr(translator.model, "_orig_mod", translator.model)
+    if not is_the_books(model):  # (what is compiled keeps the model inside)
         told = f"{folder}: parts of this model are your own; it is loaded as "
         warnings.warn(f"{told}the book's Transformer", stacklevel=2)
     folder = Path(folder)
     description = {**facts, **describe(translator)}
     text = json.dumps(description, ensure_ascii=False, indent=1)
-    state = translator.model.state_dict()
+    state = model.state_dict()
     if half:
         once = {w.data_ptr(): w.half() for w in state.values()}
         if not all(w.isfinite().all() for w in once.values()):
@@ -19988,10 +20052,10 @@ def two_processes_add_up():
 # off while others are still being computed. In `backward_in_slices` autograd
 # starts from the states, so the call to watch is the one that computes them:
 # `States`, below. Each gradient is sent as soon as autograd is done with it.
-# But the matrix of words gets a part of its gradient by hand, from the logits;
-# so `add_gradient` must have added that part before autograd runs. (The module
-# holds the model's weights and nothing else: its tables, such as that of
-# positions, never change and need no sending.)
+# The matrix of words gets a part of its gradient from the logits; autograd has
+# been given that part, so it waits for both. (The module holds the model's
+# weights and nothing else: its tables, such as that of positions, never change
+# and need no sending.)
 
 
 # %%
@@ -21388,8 +21452,8 @@ def the_published_model():
     if folder is None:
         print("no folder results/model-de-en here; to make such a model:")
         print('main("train --corpus multi30k --src de --tgt en --preset laptop'
-              ' --steps 16000 "\n     "--seed 2 --out results/model-de-en"'
-              ".split())")  # fmt: skip
+              ' --steps 16000 "\n     "--seed 2 --out results/model-de-en")'
+              )  # fmt: skip
         return
     translator = load_translator(folder)
     for text in CAPTIONS:
@@ -21995,13 +22059,11 @@ def ctranslate2_spec(translator, places=1100):
         raise InputError(
             "--format ctranslate2 needs a package: pip install ctranslate2"
         ) from None
-    try:
-        Writer(translator.model)
-    except InputError as error:
+    if not is_the_books(translator.model):
         raise InputError(
             "CTranslate2 knows the book's Transformer alone, and parts of "
             "this model are your own"
-        ) from error
+        )
     model = copy.deepcopy(translator.model)  # its int8 is made in place
     c, target = model.config, model.tgt_embedding
     spec = TransformerSpec.from_config(c.N, c.h, pre_norm=c.norm_first)
@@ -22369,21 +22431,20 @@ def keep_record(path, record):
 # `--help` after a command lists its options.
 #
 # **In a notebook**, once all its cells have run, those below too, `main` takes
-# the words of a command line, and does the same: `main("train --corpus
-# multi30k --preset laptop --out runs/de-en".split())` and then
-# `main(["translate", "--model", "runs/de-en", "Zwei Kinder spielen im
-# Schnee."])`. It returns the status that a shell would see, 0 if all went
-# well. *Interrupt* saves a training and ends it, as Ctrl-C does. If the
-# machine has a GPU, as Colab's may, the commands use it. But the disk of a
-# machine that is lent to you goes with it, so let `--out` name a folder that
-# lasts, such as one of a mounted drive; `--resume` goes on from there, on the
-# same kind of device. (To begin on another: `--from` that folder, and a new
-# `--out`.)
+# a command line, and does the same: `main("train --corpus multi30k --preset
+# laptop --out runs/de-en")` and then `main("translate --model runs/de-en 'Zwei
+# Kinder spielen im Schnee.'")`. It returns the status that a shell would see,
+# 0 if all went well. *Interrupt* saves a training and ends it, as Ctrl-C does.
+# If the machine has a GPU, as Colab's may, the commands use it. But the disk
+# of a machine that is lent to you goes with it, so let `--out` name a folder
+# that lasts, such as one of a mounted drive; `--resume` goes on from there, on
+# the same kind of device. (To begin on another: `--from` that folder, and a
+# new `--out`.)
 #
 # After a restart all cells would have to run again. Sooner begins a file
 # `annotated_transformer.py`, made by `jupyter nbconvert --to script` or, in
 # Colab, by *File*, *Download .py*: `import annotated_transformer as book`
-# takes seconds, and then it is `book.main([...])`. `torchrun` needs that file,
+# takes seconds, and then it is `book.main("…")`. `torchrun` needs that file,
 # too; `main` is one process.
 #
 # How many updates a model needs, and at which rate, depends on its size. Base
@@ -22932,8 +22993,9 @@ def input_lines(arguments):
         return
     if NOTEBOOK:  # it has no standard input
         raise InputError(
-            'give the sentences: main([..., "Ein Satz."]); those of a file '
-            "are open(FILE).read().strip()"
+            "give the sentences, as in main(\"translate --model DIR 'Ein "
+            'Satz.\'"); those of a file: main(["translate", "--model", '
+            "DIR, open(FILE).read().strip()])"
         )
     if sys.stdin is None:  # closed
         return
@@ -23821,7 +23883,9 @@ def flush_output():
 
 
 def main(argv):
-    """Run a command line; returns the exit status."""
+    """Run a command line, a list or in one text; returns the exit status."""
+    if isinstance(argv, str):
+        argv = shlex.split(argv)
     for stream_ in (sys.stdout, sys.stderr):
         if hasattr(stream_, "reconfigure"):
             stream_.reconfigure(encoding="utf-8")

@@ -4,6 +4,8 @@ That each comes out as recorded, and otherwise under `unless`, is tried in
 test_claims.py; here the model is broken, not the setting.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from test_checks import SOURCE, load
@@ -152,6 +154,19 @@ def test_width_1_never_spans_a_sentence(capsys):
 def test_a_twin_has_the_kind_of_its_model():
     model, x = book.tiny_model().eval(), torch.randn(2, 5, 32)
     assert book.torch_twin(model).eval()(x, x).dtype == torch.float32
+
+
+def test_a_twin_has_as_many_layers_in_each_stack_as_its_model():
+    model = book.tiny_model().eval()
+    deeper = replace(model.config, N=3)
+    model.encoder = book.Stack(book.EncoderLayer, deeper).eval()
+    twin = book.torch_twin(model).eval()
+    x, y = torch.randn(2, 2, 5, 32)
+    none = torch.ones(2, 1, 1, 5, dtype=torch.bool)
+    memory = model.encoder(x, none)
+    torch.testing.assert_close(twin.encoder(x), memory)
+    found = model.decoder(y, memory, none, none)
+    torch.testing.assert_close(twin.decoder(y, memory), found)
 
 
 @pytest.mark.parametrize("k", [2, 3, 5])

@@ -45,6 +45,21 @@ def test_maps_are_of_their_layers_and_heads(translator):
         assert found.equal(torch.cat([part.weights for part in layers]))
 
 
+def test_an_attention_that_keeps_no_weights_is_named(translator):
+    class Forgetful(book.MultiHeadAttention):
+        def forward(self, *inputs):
+            found = super().forward(*inputs)
+            self.weights = None
+            return found
+
+    ours = copy.copy(translator)
+    ours.model = book.exchange(
+        copy.deepcopy(translator.model), {book.FusedAttention: Forgetful}
+    )
+    with pytest.raises(book.InputError, match="keeps no `weights`"):
+        book.attention_maps(ours, book.SENTENCE.split())
+
+
 def test_attention_is_that_of_a_step_by_step_run(translator):
     """The row for word t is the one seen when word t is really written."""
     words = book.SENTENCE.split()

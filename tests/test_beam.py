@@ -271,6 +271,24 @@ def test_what_can_be_read_only_once_is_translated():
         made.translate(["7", None])
 
 
+def test_blocks_of_ready_may_end_in_any_order():
+    """As those of two threads do; after the last nothing is kept."""
+    words = book.Vocabulary(book.DIGITS)
+    translator = book.Translator(
+        book.tiny_model(), [words] * 2, ("en", "en"), both=True
+    )
+    one, two = translator.ready(), translator.ready()
+    one.__enter__(), two.__enter__()
+    back = translator.reversed()
+    one.__exit__(None, None, None)
+    assert translator.kept
+    two.__exit__(None, None, None)
+    assert not translator.kept and not back.kept
+    with pytest.raises(KeyError), translator.ready():
+        raise KeyError
+    assert not translator.kept
+
+
 def test_inside_of_ready_one_writer_serves_all_calls(monkeypatch):
     made = writers_made(monkeypatch)
     translator = book.load_translator(book.published_model())

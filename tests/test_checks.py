@@ -190,18 +190,18 @@ SLIPS = {
         "fast_form_changes_nothing",
     ),
     "long texts without their mask": (
-        "Q, K, V, attn_mask=mask, dropout_p=self.drop.p",
-        "Q, K, V, attn_mask=None, dropout_p=self.drop.p",
+        "            Q, K, V, attn_mask=mask,\n",
+        "            Q, K, V, attn_mask=None,\n",
         "fast_form_changes_nothing",
     ),
     "the words' own gradient lost": (
-        "    add_gradient(weight, at_weight)",
-        "    add_gradient(weight, 0 * at_weight)",
+        "gradients.append(at_weight.to(weight.dtype))",
+        "gradients.append(0 * at_weight.to(weight.dtype))",
         "fast_form_changes_nothing",
     ),
-    "a gradient of the words that replaces the last": (
-        "        weight.grad += gradient",
-        "        weight.grad = gradient.to(weight.dtype)",
+    "the states' own gradient twice": (
+        "[states], [at_states.to(states.dtype)]",
+        "[states], [2 * at_states.to(states.dtype)]",
         "fast_form_changes_nothing",
     ),
     "a pair that no process takes": (
@@ -543,8 +543,8 @@ SLIPS = {
         "reading_back_weighs_both_verdicts",
     ),
     "words given to another sentence": (
-        "owners = places[real.nonzero()[:, 0]]",
-        "owners = places[real.nonzero()[:, 0].flip(0)]",
+        "owners = torch.tensor(group)[real.nonzero()[:, 0].cpu()]",
+        "owners = torch.tensor(group)[real.nonzero()[:, 0].flip(0)]",
         "reading_back_weighs_both_verdicts",
     ),
     "a mean without its first part": (

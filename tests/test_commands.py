@@ -131,7 +131,8 @@ def test_a_notebook_gives_commands_to_main(few, tmp_path):
         ["train", "--help"], ["train", "--corpus", "toy"],
         ["translate", "--model", out],
     ]  # fmt: skip
-    shown = in_a_kernel(*(f"main({words})" for words in given))
+    given[0] = shlex.join(given[0])  # a list, or in one text
+    shown = in_a_kernel(*(f"main({words!r})" for words in given))
     assert [cell["value"] for cell in shown] == [*"002022"]
     trained, translated, refused, helped, wrong, silent = shown
     assert "training: 100%" in trained["stderr"]  # it has a bar
@@ -1528,6 +1529,16 @@ def test_a_larger_corpus_has_the_pairs_and_what_models_make_of_them(
     assert written["train.de"] == de + de + theirs.translate(en, 2, 0.6)
     assert written["train.en"] == en + ours.translate(de, 2, 0.6) + en
     assert lines_of(out / "val.en") == numbered("val", "en")
+
+
+def test_each_model_that_makes_pairs_has_one_writer(
+    capsys, monkeypatch, pairs, small, back, tmp_path
+):
+    real, made = book.portions, writers_made(monkeypatch)
+    monkeypatch.setattr(book, "portions", lambda items, *_: real(items, 7))
+    command = diversify(pairs, tmp_path / "larger", small, back)
+    assert run(capsys, *command)[0] == 0
+    assert len(made) == 2
 
 
 def test_a_model_of_both_directions_makes_pairs_in_both(

@@ -329,6 +329,18 @@ def test_8_bits_replace_no_formula_of_ones_own(own):
     assert model(src, tgt).equal(before)  # nothing is half changed
 
 
+class Sharper(book.MultiHeadAttention):
+    def forward(self, query, key, value, mask=None):
+        return super().forward(1.2 * query, key, value, mask)
+
+
+def test_in_8_bits_too_a_writer_refuses_what_it_would_leave_out():
+    model = book.load_translator(book.published_model()).model
+    book.use_int8(book.exchange(model, {book.MultiHeadAttention: Sharper}))
+    with pytest.raises(book.InputError, match="was changed in this model"):
+        book.Writer(model)
+
+
 @pytest.mark.parametrize("kind", ["pieces, pre-norm", "words, post-norm"])
 def test_a_writer_in_8_bits_has_the_plain_forms_logits(kind):
     """Which are close to those in 32 bits, and no more than close."""
@@ -365,6 +377,12 @@ def test_a_writer_in_8_bits_is_not_refused_for_its_rounding(monkeypatch):
     for _ in range(12):
         book.Writer(model)
     assert max(far) > 0.001  # or these texts would show nothing
+
+
+def test_no_level_is_given_up_where_sums_of_all_are_exact():
+    ones = torch.full((64, 64), 127, dtype=torch.int8)
+    exact = bool(torch._int_mm(ones, ones).eq(64 * 127**2).all())
+    assert (book.most_of_weights() == 127) == exact
 
 
 EXACT = """
@@ -517,6 +535,16 @@ def test_who_exports_a_model_of_their_own_is_told_of_no_other_way(tmp_path):
         book.export_ctranslate2(translator, tmp_path / "out")
     assert "CTranslate2 knows" in str(caught.value)
     assert "greedy" not in str(caught.value)
+
+
+def test_a_deeper_encoder_is_not_exported_without_its_last_layer(tmp_path):
+    needed("ctranslate2")
+    translator = words()
+    c = translator.model.config
+    deeper = book.replace(c, N=c.N + 1)
+    translator.model.encoder = book.Stack(book.EncoderLayer, deeper)
+    with pytest.raises(book.InputError, match="CTranslate2 knows"):
+        book.export_ctranslate2(translator, tmp_path / "out")
 
 
 def test_a_weight_too_large_for_16_bits_is_not_saved_as_infinity(tmp_path):

@@ -312,6 +312,27 @@ def test_the_model_trains_with_dropout_whatever_the_caller_left():
     assert len(seen) >= 3 and all(seen)
 
 
+def test_an_optimizer_of_some_weights_clips_theirs_alone():
+    """As if all others were frozen."""
+    pairs = [([5, 6, EOS], [BOS, 5, 6, EOS])] * 20
+    recipe = Recipe(steps=3, batch_tokens=60, max_tokens=60, clip=0.1)
+    moved = []
+    for frozen in (False, True):
+        torch.manual_seed(0)
+        model = book.tiny_model()
+        part = [*model.decoder.layers[-1].feed_forward.parameters()]
+        if frozen:
+            model.requires_grad_(False)
+            for weight in part:
+                weight.requires_grad_()
+        optimizer = torch.optim.SGD(part, lr=1.0)
+        batches = book.stream(pairs, 60)
+        for _ in book.training(model, batches, recipe, optimizer):
+            pass
+        moved.append([weight.detach() for weight in part])
+    torch.testing.assert_close(*moved)
+
+
 def test_clipping_bounds_the_gradient():
     model = book.tiny_model()
     recipe = Recipe(steps=1, batch_tokens=400, max_tokens=400, clip=0.01)
