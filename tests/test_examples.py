@@ -4,8 +4,10 @@ That each example runs is shown by test_notebook.py.
 """
 
 import json
+import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import annotated_transformer as book
@@ -36,6 +38,30 @@ def test_a_chart_is_shown_live_and_as_a_picture():
     live = bundle["application/vnd.vegalite.v5+json"]
     assert "v5" in live["$schema"]
     assert bundle["text/plain"] == live["description"]
+
+
+CHECKED = """
+import annotated_transformer as book
+
+def one_is_two():
+    "One is two."
+    assert 1 == 2
+
+book.NOTEBOOK = True
+book.check(one_is_two)
+"""
+
+
+def test_where_python_leaves_out_asserts_nothing_is_said_to_hold():
+    path = str(Path(book.__file__).parent)
+    run = partial(
+        subprocess.run, capture_output=True, text=True,
+        env=os.environ | {"PYTHONPATH": path},
+    )  # fmt: skip
+    done = run([sys.executable, "-O", "-c", CHECKED])
+    assert done.stdout == "Not examined, by python -O: One is two.\n"
+    done = run([sys.executable, "-c", CHECKED])
+    assert "AssertionError" in done.stderr and not done.stdout
 
 
 def test_a_script_does_not_run_its_examples():
