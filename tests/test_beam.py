@@ -271,6 +271,15 @@ def test_what_can_be_read_only_once_is_translated():
         made.translate(["7", None])
 
 
+@pytest.mark.parametrize(
+    "rows, width", [(["12", "45"], 2), (["12", "456"], 2), (["12"], 0)]
+)
+def test_the_plain_beam_refuses_what_it_would_not_do(rows, width):
+    src = book.pad([book.digits(row) for row in rows])
+    with pytest.raises(book.InputError, match="one source without padding"):
+        book.beam_search_plain(book.tiny_model(), src, width=width, extra=1)
+
+
 def test_blocks_of_ready_may_end_in_any_order():
     """As those of two threads do; after the last nothing is kept."""
     words = book.Vocabulary(book.DIGITS)

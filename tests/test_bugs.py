@@ -26,6 +26,13 @@ def test_the_check_refuses_the_bug(name):
     assert book.BUGS[name].caught()
 
 
+@pytest.mark.parametrize("place", ["attenton", "Batch.raed", "Bach.read"])
+def test_a_bug_of_nothing_is_refused_and_not_kept(place):
+    with pytest.raises(book.InputError, match=f"there is no '{place}'"):
+        book.bug(place, "attention_equals_torch")(lambda: None)
+    assert "<lambda>" not in book.BUGS
+
+
 def test_a_bug_is_refused_from_another_seed():
     for bug in book.BUGS.values():
         run_check = book.CHECKS[bug.caught_by]

@@ -194,6 +194,21 @@ SLIPS = {
         "            Q, K, V, attn_mask=None,\n",
         "fast_form_changes_nothing",
     ),
+    "attention weights that are never dropped": (
+        "return (drop(weights) if drop else weights) @ V, weights",
+        "return weights @ V, weights",
+        "weights_are_dropped_where_asked_for",
+    ),
+    "a text without its end": (
+        "return [*(self.index.get(word, UNK) for word in words), EOS]",
+        "return [*(self.index.get(word, UNK) for word in words)]",
+        "pairs_have_their_ends",
+    ),
+    "a target without its beginning": (
+        "[BOS, *self.tgt_vocab.encode(tgt)]",
+        "self.tgt_vocab.encode(tgt)",
+        "pairs_have_their_ends",
+    ),
     "the words' own gradient lost": (
         "gradients.append(at_weight.to(weight.dtype))",
         "gradients.append(0 * at_weight.to(weight.dtype))",

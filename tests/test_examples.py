@@ -61,7 +61,33 @@ def test_where_python_leaves_out_asserts_nothing_is_said_to_hold():
     done = run([sys.executable, "-O", "-c", CHECKED])
     assert done.stdout == "Not examined, by python -O: One is two.\n"
     done = run([sys.executable, "-c", CHECKED])
-    assert "AssertionError" in done.stderr and not done.stdout
+    assert "AssertionError" in done.stderr
+    assert done.stdout == "Does not hold: One is two.\n"
+
+
+def test_forget_lets_a_corpus_be_made_anew(monkeypatch):
+    monkeypatch.setattr(book, "toy_corpus", book.toy_corpus)
+    before = book.toy_corpus()
+    assert book.toy_corpus() is before
+    book.forget()
+    after = book.toy_corpus()
+    assert after is not before and after == before
+    monkeypatch.setitem(book.SIZES, "val", 7)
+    book.forget()
+    assert len(book.toy_corpus()["val"]) == 7
+    book.forget()
+
+
+def test_a_claim_says_if_it_came_out_otherwise_before(capsys, monkeypatch):
+    monkeypatch.setattr(book, "NOTEBOOK", True)
+    monkeypatch.setattr(book, "FINDINGS", {})
+    monkeypatch.setattr(book, "CLAIMS", {})
+    for holds, before in ((True, False), (True, False), (False, True)):
+        book.claim("3.1", "one is one")(
+            lambda holds=holds: (holds, "it was tried")
+        )
+        shown = capsys.readouterr().out
+        assert ("(Before: verified.)" in shown) == before
 
 
 def test_a_script_does_not_run_its_examples():

@@ -203,3 +203,9 @@ def test_presets_have_the_sizes_of_table_3():
     assert base == Config()
     assert not base.norm_first
     assert base.attention_dropout == 0
+
+
+@pytest.mark.parametrize("rows", [[], book.digits("12")])
+def test_what_is_no_list_of_sentences_is_not_padded(rows):
+    with pytest.raises(book.InputError, match="list"):
+        book.pad(rows)
