@@ -7,8 +7,10 @@ import json
 import os
 import subprocess
 import sys
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
+
+from test_checks import SOURCE, load
 
 import annotated_transformer as book
 
@@ -65,17 +67,15 @@ def test_where_python_leaves_out_asserts_nothing_is_said_to_hold():
     assert done.stdout == "Does not hold: One is two.\n"
 
 
-def test_forget_lets_a_corpus_be_made_anew(monkeypatch):
-    monkeypatch.setattr(book, "toy_corpus", book.toy_corpus)
-    before = book.toy_corpus()
-    assert book.toy_corpus() is before
-    book.forget()
-    after = book.toy_corpus()
-    assert after is not before and after == before
-    monkeypatch.setitem(book.SIZES, "val", 7)
-    book.forget()
-    assert len(book.toy_corpus()["val"]) == 7
-    book.forget()
+def test_forget_forgets_what_functions_have_kept():
+    own, made = load(SOURCE, "own"), []
+    own.toy_corpus = None  # the one that other tests use
+    own.numbers = cache(lambda: made.append(1))
+    for _ in range(2):
+        own.numbers()
+        own.numbers()
+        own.forget()
+    assert len(made) == 2
 
 
 def test_a_claim_says_if_it_came_out_otherwise_before(capsys, monkeypatch):

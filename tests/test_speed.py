@@ -699,10 +699,16 @@ def test_with_another_attention_the_quicker_forms_refuse_to_write(monkeypatch):
 
     two_updates(monkeypatch)
     _, expected, _ = book.train_copy()
-    monkeypatch.setattr(book, "attention", unscaled)
     translator, _ = book.toy_translator.__wrapped__()
+    monkeypatch.setattr(book, "attention", unscaled)
     with pytest.raises(book.InputError, match="was changed in this model"):
         translator.translate(["der Hund schläft ."])
+    monkeypatch.setattr(book, "training", None)  # for it is not begun
+    with pytest.raises(book.InputError, match="was changed in this model"):
+        book.toy_translator.__wrapped__()
+    monkeypatch.undo()
+    two_updates(monkeypatch)
+    monkeypatch.setattr(book, "attention", unscaled)
     _, losses, _ = book.train_copy()
     assert len(losses) == 2 and losses != expected  # the plain form asks it
     model, _ = book.train_small(recipe=replace(book.SMALL_RECIPE, steps=2))
