@@ -62,9 +62,8 @@
 # **Run.** In a notebook, each example shows its result as you reach it. Run as
 # a script (`python annotated_transformer.py`), the file learns to copy
 # sequences and proves it, and `python annotated_transformer.py --help` lists
-# what else it can do. (In a notebook `main` does that, too: *The command
-# line*.) Imported (`import annotated_transformer`), it only defines things: it
-# prints nothing and trains nothing.
+# what else it can do. Imported (`import annotated_transformer`), it only
+# defines things: it prints nothing and trains nothing.
 #
 # In Colab and on Kaggle (there switch *Internet* on), the first cell of code
 # installs what is missing. Elsewhere, if you have this file alone, install
@@ -73,19 +72,6 @@
 # GPUtil setuptools`, and `jupyter` to open it as a notebook. (On Linux without
 # an NVIDIA GPU, install torch first, as pytorch.org says for the CPU: that
 # saves gigabytes.)
-#
-# **The notebook alone** is enough. Where a command begins with `python
-# annotated_transformer.py`, a cell with `main("…")`, where … stands for the
-# rest of the command, does the same, once all cells have run.
-# `results/`, `benchmarks/`, `tools/`, README, `make` and the codes of versions
-# belong to the folder that the notebook comes from; they are sources, and
-# nothing needs them. But some cells near the end show what the trained models
-# of `results/` do. Without those they only say so, in the place of what is
-# stored there; keep a copy that was not run, to read on. In Colab links to
-# other sections do nothing; take its table of contents. VS Code folds no
-# cells: pass over those that begin with `@claim`, and those with
-# `.judged_by(`, which know the slips of an exercise. The cells need no GPU,
-# and use none; only commands do.
 #
 # To begin in the middle, or after a restart, put the cursor into the first
 # cell you want and run all above it: *Run All Above Selected Cell* in
@@ -148,6 +134,27 @@
 #
 # Masks are boolean, and **True means "may attend"**, everywhere. The other
 # symbols, and all terms, stand in *Notation and glossary*, near the end.
+
+# %% [markdown]
+# <details>
+# <summary>With the notebook alone; in Colab, on Kaggle, in VS Code</summary>
+#
+# The notebook alone is enough. Where a command begins with `python
+# annotated_transformer.py`, a cell with `main("…")`, with the rest of the
+# command for …, does the same, once all cells have run (*The command line*).
+# What the text says of `results/`, `benchmarks/`, `tools/`, README, `make` and
+# codes of versions belongs to the folder that the notebook comes from: sources
+# and trained models. A few cells near the end show what those models do; where
+# they are not there, running these cells replaces what is stored below them.
+# So keep a copy that was not run.
+#
+# The cells use no GPU; the commands do. In Colab links to other sections do
+# nothing; take its table of contents. VS Code folds no cells: pass over those
+# that begin with `@claim`, and those with `.judged_by(`, which know the slips
+# of an exercise. (What this book says of Colab, Kaggle and VS Code comes from
+# what is written about them; we have run it in Jupyter.)
+#
+# </details>
 
 # %% [markdown]
 # <details>
@@ -279,7 +286,8 @@ from torch import nn
 # they are only put on a list, from which the tests take them. `start` runs the
 # command line, at the very end, if the file was started as a script. Each
 # example and check begins from the same random seed, so the order in which you
-# run them does not matter.
+# run them does not matter. And `forget` clears what was trained or made
+# before.
 
 # %%
 NOTEBOOK = __name__ == "__main__" and "get_ipython" in globals()
@@ -5783,14 +5791,14 @@ def read_and_labels(rows): ...
 # ### 5.2 Hardware and schedule
 #
 # The authors trained base for 100,000 updates in 12 hours, and big for
-# 300,000 in 3.5 days, on eight P100 GPUs. The commands at the end of this book
-# take what there is: a CUDA GPU, else Apple's, else the processor. (Its cells
-# take the processor.) That a GPU is there does not mean that this build of
-# PyTorch can use it: today's builds have no programs for a P100, for instance.
-# So it is tried.
+# 300,000 in 3.5 days, on eight P100 GPUs. The cells of this book take the
+# processor, and the commands at its end what there is: a CUDA GPU, else
+# Apple's, else the processor. A GPU is tried first, in the folded cell, for
+# not every build of PyTorch can use every GPU. (Those for CUDA 12.8 and later
+# leave out the P100: PyTorch's issue 157517.)
 
 
-# %%
+# %% tags=["plumbing"]
 def why_not(name):
     """Why a device can't be used here; "" if it can."""
     try:
@@ -5807,10 +5815,11 @@ def pick_device(name="auto"):
             "cuda": torch.cuda.is_available(),
             "mps": torch.backends.mps.is_available(),
         }
-        for kind in (kind for kind in there if there[kind]):
-            if not (why := why_not(kind)):
+        for kind, found in there.items():
+            if found and not (why := why_not(kind)):
                 return torch.device(kind)
-            warnings.warn(f"{kind} can't be used ({why})", stacklevel=2)
+            if found:
+                warnings.warn(f"{kind} can't be used ({why})", stacklevel=2)
         return torch.device("cpu")
     if why := why_not(name):
         raise InputError(f"no device {name!r} here ({why}); cpu always works")
@@ -6292,6 +6301,11 @@ def what_dropout_keeps_grows():
     lose_a_quarter(Dropout(0.25))
 
 
+# %% [markdown]
+# And what `attention` is given as `drop` falls on its weights:
+
+
+# %%
 @check
 def weights_are_dropped_where_asked_for():
     """Dropout that attention is given falls on its weights."""
@@ -7517,8 +7531,8 @@ def gpu_load():
 # %% [markdown]
 # `progress` passes the updates on, and is no part of the algorithm: while a
 # script runs, it shows a bar with the loss, real target tokens per second, the
-# learning rate, and the load of the GPU if there is one. The trainings that
-# belong to the notebook show none there.
+# learning rate, and the load of the GPU if there is one. The notebook's own
+# trainings show none.
 
 
 # %% tags=["plumbing"]
@@ -8790,21 +8804,25 @@ def two_libraries():
 # Now we make this a linear map that learns. A `torch.autograd.Function` has a
 # backward pass of its own: `forward` computes, and leaves in `ctx` what
 # `backward` will need; `backward` gets the gradient at the result and returns
-# one for each input. One calls it by `apply`.
+# one for each input. One calls it by `apply`. What ours return are values from
+# which nothing leads on, so second derivatives would be wrong; `only_once`, in
+# the folded cell, refuses them.
 
 
-# %%
+# %% tags=["plumbing"]
 def only_once():
-    """RuntimeError if the gradient itself is to be differentiated.
-
-    Our backward passes give values, and nothing leads on from them.
-    """
+    """RuntimeError if the gradient itself is to be differentiated."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise RuntimeError(
             "the fast forms have first derivatives only; take the plain model"
         )
 
 
+# %% [markdown]
+# The product, then:
+
+
+# %%
 class OneDnnProduct(torch.autograd.Function):
     """x Wᵀ + b, forward and backward, by oneDNN."""
 
@@ -8967,7 +8985,7 @@ class HalfNetwork(torch.autograd.Function):
 
 
 def hooked(linear):
-    """Whether something of your own happens before or after it."""
+    """Whether something of your own is called around it, or in its place."""
     own = linear._forward_pre_hooks, linear._forward_hooks
     own += linear._backward_pre_hooks, linear._backward_hooks
     return any(own) or "forward" in vars(linear)
@@ -9026,9 +9044,7 @@ def half_network_loses_no_more():
 # clearly faster; and its recipe for small machines, `--preset laptop` (*The
 # command line*), takes 16 bits where they are faster still. With `--half` or
 # `--onednn` you decide, and nothing is tried; `--no-half` and `--no-onednn`
-# each forbid one of the two, and the other is still tried. (NVIDIA's GPUs have
-# units for bfloat16 from compute capability 8.0 on. With `--half` on an older
-# one, such as a T4, `train` says that it has none.)
+# each forbid one of the two, and the other is still tried.
 
 
 # %%
@@ -9058,11 +9074,6 @@ def onednn_pays(device):
         return False
     best = product_seconds(device)
     return best["oneDNN"] < 0.75 * best["32 bits"]
-
-
-def slow_half(device):
-    """Whether an NVIDIA GPU has no units for products in bfloat16."""
-    return torch.cuda.get_device_capability(device) < (8, 0)
 
 
 def half_pays(device):
@@ -10155,9 +10166,9 @@ class Reader:
 # model. If their logits differ by more than two thousandths of their spread
 # (three hundredths in 16 bits, and in 8, where one integer that is rounded
 # otherwise changes what follows), it refuses; by rounding in 32 bits they
-# differ by far less. (It can't notice what does less than that, such
-# as a new part that begins near 0, nor what shows only in longer texts, such
-# as a window of 30 places.)
+# differ by far less. (It can't notice what does less than that, such as a new
+# part that begins near 0, nor what shows only in longer texts, such as a
+# window of 30 places.)
 
 
 # %%
@@ -10180,8 +10191,7 @@ def written_otherwise(model, begin, places=24, seed=0):
     `begin` makes the cache. Random numbers are left as they are.
     """
     src, tgt = random_texts(model, places, seed)
-    device = src.device
-    exact = torch.autocast(device.type, enabled=False)
+    exact = torch.autocast(src.device.type, enabled=False)
     with evaluating(model), exact:
         whole, cache = model(src, tgt), begin(src)
         found = torch.stack([cache.read(words) for words in tgt.T], 1)
@@ -12328,8 +12338,8 @@ def a_page_of_translations():
 # it back (*Saved models*), and on the command line it is `python
 # annotated_transformer.py translate --model my-model "der Mann liest ein Buch
 # ."`, in this notebook `main("translate --model my-model 'der Mann liest ein
-# Buch .'")`. (Models that know real captions are stored beside this
-# book; this one knows only words of its small grammar.)
+# Buch .'")`. (Models that know real captions are stored beside this book; this
+# one knows only words of its small grammar.)
 #
 # What of those that are wrong? Looking at mistakes teaches more than
 # looking at scores.
@@ -17143,6 +17153,13 @@ def measure_small(model, write):
 BUGS, SYMPTOMS = {}, {}
 
 
+def home_of(place):
+    """Its class (None: the book itself), its name there, what has it now."""
+    owner, _, name = place.rpartition(".")
+    home = globals()[owner] if owner else None
+    return home, name, (vars(home) if home else globals())[name]
+
+
 @dataclass(frozen=True)
 class Bug:
     """A wrong version of something in the book, and who notices."""
@@ -17158,13 +17175,11 @@ class Bug:
     @contextlib.contextmanager
     def planted(self):
         """Inside, the book has the bug; after, it is as it was."""
-        owner, _, name = self.place.rpartition(".")
-        home = globals()[owner] if owner else None
-        right = vars(home)[name] if owner else globals()[name]
+        home, name, right = home_of(self.place)
         wrong = self.wrong
         if isinstance(right, (property, classmethod, staticmethod)):
             wrong = type(right)(wrong)
-        if owner:
+        if home:
             put = partial(setattr, home, name)
         else:
             put = partial(globals().__setitem__, name)
@@ -17227,10 +17242,10 @@ def bug(place, caught_by, **how):
         name = wrong.__name__
         if caught_by not in CHECKS:
             raise InputError(f"{name}: there is no check {caught_by!r}")
-        owner, _, method = place.rpartition(".")
-        home = vars(globals().get(owner, object)) if owner else globals()
-        if method not in home:
-            raise InputError(f"{name}: there is no {place!r}")
+        try:
+            home_of(place)
+        except KeyError:
+            raise InputError(f"{name}: there is no {place!r}") from None
         BUGS[name] = Bug(place, wrong, caught_by, **how)
         if NOTEBOOK:
             print(line_of(name, *examine_bug(name)))
@@ -18008,7 +18023,8 @@ def is_the_books(model, table=None):
     like = next(model.parameters())
     with torch.random.fork_rng(devices=[]):  # its own numbers are for nothing
         again = Transformer(model.config).to(like)
-    again.position.table = again.position.table if table is None else table
+    if table is not None:
+        again.position.table = table
     src, tgt = random_texts(model)
     try:
         again.load_state_dict(model.state_dict(), assign=True)
@@ -22496,11 +22512,11 @@ def keep_record(path, record):
 # the same kind of device. (To begin on another: `--from` that folder, and a
 # new `--out`.)
 #
-# After a restart all cells would have to run again. Sooner begins a file
-# `annotated_transformer.py`, made by `jupyter nbconvert --to script` or, in
-# Colab, by *File*, *Download .py*: `import annotated_transformer as book`
-# takes seconds, and then it is `book.main("…")`. `torchrun` needs that file,
-# too; `main` is one process.
+# After a restart all cells would have to run again. A script begins sooner:
+# make the file `annotated_transformer.py`, by `jupyter nbconvert --to script`
+# (in Colab by *File*, *Download .py*), and `import annotated_transformer as
+# book`; then it is `book.main("…")`. `torchrun` needs that file, too; `main`
+# is one process.
 #
 # How many updates a model needs, and at which rate, depends on its size. Base
 # and big have the paper's numbers (but for French big had `--dropout 0.1` and
@@ -22660,10 +22676,7 @@ def run_train(args):
         own = f" with {', '.join(own)}" if own else ""
         say(f"{sizes}{own}: {count:.1f} million weights")
         onednn = recipe.onednn and device.type == "cpu" and not args.compile
-        tell_recipe(recipe, translator.model.config, onednn)
-        if recipe.half and device.type == "cuda" and slow_half(device):
-            say("note: this GPU has no units for bfloat16; --no-half is "
-                "likely faster")  # fmt: skip
+        tell_recipe(recipe, translator.model.config, onednn, device)
         ema = recipe.ema
         run = Run(
             translator, adam(translator.model),
@@ -22700,8 +22713,12 @@ def averaged(args):
     return usual if args.average is None else args.average
 
 
-def tell_recipe(recipe, config, onednn):
+def tell_recipe(recipe, config, onednn, device):
     """Say what the preset and the options come to."""
+    if recipe.half and device.type == "cuda":
+        if torch.cuda.get_device_capability(device) < (8, 0):  # as a T4
+            say("note: this GPU has no units for bfloat16; compare its speed "
+                "with --no-half")  # fmt: skip
     top = min(recipe.warmup, recipe.steps)
     fall = "to 0 on a line" if recipe.decay == "linear" else "with the root"
     fall = f", then it falls {fall}" if recipe.steps > top else ""
@@ -23049,8 +23066,8 @@ def input_lines(arguments):
     if NOTEBOOK:  # it has no standard input
         raise InputError(
             "give the sentences, as in main(\"translate --model DIR 'Ein "
-            'Satz.\'"); those of a file: main(["translate", "--model", '
-            "DIR, open(FILE).read().strip()])"
+            "Satz.'\"), or, for those of a file, a list of words that ends in "
+            "open(FILE).read().strip()"
         )
     if sys.stdin is None:  # closed
         return
@@ -23938,7 +23955,7 @@ def flush_output():
 
 
 def main(argv):
-    """Run a command line, a list or in one text; returns the exit status."""
+    """Run a command line, a list or one text; returns the exit status."""
     if isinstance(argv, str):
         argv = shlex.split(argv)
     for stream_ in (sys.stdout, sys.stderr):

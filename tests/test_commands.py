@@ -122,6 +122,21 @@ def in_a_kernel(*cells):
     return shown
 
 
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0)])
+def test_a_gpu_without_units_for_16_bits_is_told(
+    capsys, monkeypatch, capability
+):
+    monkeypatch.setattr(
+        torch.cuda, "get_device_capability", lambda device: capability
+    )
+    config = book.tiny_model().config
+    for half in (True, False):
+        recipe = book.Recipe(half=half)
+        book.tell_recipe(recipe, config, False, torch.device("cuda"))
+        told = "no units for bfloat16" in capsys.readouterr().err
+        assert told == (half and capability < (8, 0))
+
+
 def test_a_notebook_gives_commands_to_main(few, tmp_path):
     out = str(tmp_path / "run")
     train = [*map(str, training_command(few, out, 2))]
