@@ -16912,7 +16912,7 @@ def reading_back_weighs_both_verdicts():
 # So let each text y′ vote for those that it is like, and take the one that has
 # most:
 #
-# $$\hat y = \mathop{\mathrm{argmax}}\limits_{y \in L} \sum_{y' \in L}
+# $$\hat y = \mathop{\mathrm{argmax}}\limits_{y \in L} \, \sum_{y' \in L}
 # p(y' \mid x)^\tau \, \mathrm{chrF}(y, y')$$
 #
 # τ says what a vote counts. With τ = 1 it is what the model believes; with 0

@@ -350,6 +350,7 @@ def test_two_headings_of_one_text_have_two_names(make):
     [
         (r"\mathrm{softmax}(x)", ["<mi>softmax</mi>"]),
         (r"\min(a; b)", ["<mi>min</mi>", ">;</mo>"]),
+        (r"\mathop{\mathrm{argmax}}\limits_{y}", ["<munder><mi>argmax</mi><"]),
         (r"\log P", [r'<mi>log</mi><mspace width="0.167em" />']),
         (r"\sin(x)", ["<mi>sin</mi><mo"]),
         (r"f\!\left(x\right)", ['width="-0.167em"']),

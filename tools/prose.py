@@ -80,6 +80,7 @@ def mathml(tex, display="block"):
         text,
     )
     text = re.sub(r"<mo>([a-z]{2,})</mo>", r"<mi>\1</mi>", text)
+    text = re.sub(r"<mo><mrow>(<mi>\w+</mi>)</mrow></mo>", r"\1", text)
     text = re.sub(
         r"(<mi>(?:sin|cos|tan|log|ln|exp|min|max)</mi>)(?!<mo)",
         r'\1<mspace width="0.167em" />',
