@@ -20637,6 +20637,10 @@ def speaks_for_all(store):
 #   2, gone on with seed 0.)
 # * Where the steps are a sum, a run went on from another, and the minutes are
 #   of all.
+# <details>
+# <summary>Small print: minutes, cores, files, validation while
+# training</summary>
+#
 # * Minutes are those of the updates alone, on an AMD EPYC without a GPU; but
 #   on newer ones for seed 1 of line 1 and lines 10 to 12 to German and for
 #   line 6 to French, and on an Intel Xeon for line 4 to French and seed 1 of
@@ -20654,6 +20658,8 @@ def speaks_for_all(store):
 #   loss of 1.083 in one place and of 1.085 in another.
 # * An earlier English-French run (commit `8431fbd`: dropout 0.15, 12,000
 #   updates, products in 32 bits) got 58.7 on the test set.
+#
+# </details>
 #
 # **What a seed does.** The first German-English line is of three seeds. They
 # differ in the first weights, in the order of the sentences and in dropout,
@@ -20703,6 +20709,10 @@ def speaks_for_all(store):
 # --half --ema 0.999 --steps 7500 --save-every 500 --seed 0 --out
 # runs/en-de-tiny`
 #
+# <details>
+# <summary>How that recipe trains: by seed, rate and warm-up; and for
+# French</summary>
+#
 # It is slow at first: 10.7 on validation after 1,000 updates (15 minutes),
 # 24.5 after 1,500, 32.1 after 2,000, when the rate is at its peak (greedily,
 # by the moving average). But it goes on rising for long: 36.1 after 2,500,
@@ -20748,6 +20758,8 @@ def speaks_for_all(store):
 # `f01b437`) go the same way: 56.9 and 56.8 after 4,000 updates. Who trains by
 # this recipe should expect about 60.5 on the test set; our three lie between
 # 59.9 and 61.0.
+#
+# </details>
 #
 # **What p says, and what not.** Is seed 1's 59.9 worse than seed 0's 61.0, or
 # was it luck? sacreBLEU's *paired bootstrap* (`sacrebleu --paired-bs`; Koehn,
@@ -20811,8 +20823,8 @@ def speaks_for_all(store):
 # ### The levers, measured
 #
 # *You may pass over this section. The table and* What to notice *below it are
-# the result; the rest is a record, run by run, for whoever wants to repeat
-# one.*
+# the result. The rest is a record for whoever wants to repeat a run: one line
+# says what came of it; commands, scores and circumstances are folded.*
 #
 # What is gained by *Levers beyond the paper*, by longer training, and by the
 # other recipe? The table has the gains of runs at full length: the score of
@@ -20892,8 +20904,13 @@ def speaks_for_all(store):
 # there, because validation gave no reason; nor did longer training of the
 # tenth line, with more text. And most lines are of one seed (to German that
 # text has three, either way); two seeds of one recipe differ by up to 1.1.
-#
+
+# %% [markdown]
 # #### On top of the preset
+#
+# <details>
+# <summary>For one thousand updates: two levers and R-Drop cost, nothing
+# gains</summary>
 #
 # **For one thousand updates.** Short runs, each with one thing changed against
 # the baseline (`train --corpus multi30k --src en --tgt de --preset laptop
@@ -20925,6 +20942,12 @@ def speaks_for_all(store):
 # average, makes no difference in BLEU that two seeds would show (without the
 # average the loss is lower by 0.03, with either seed).
 #
+# </details>
+#
+# <details>
+# <summary>R-Drop at length, and updates alone: no gain, and one on validation
+# only</summary>
+#
 # **R-Drop** did not help later either: 16,000 updates with `--r-drop 5
 # --factor 0.7`, started `--from` the first English-German line's weights,
 # ended at 38.1 on validation (greedily, by the moving average, which had 38.2
@@ -20942,6 +20965,12 @@ def speaks_for_all(store):
 # tiny --batch-tokens 4096 --r-drop 5 --decay linear --warmup 100 --factor 0.23
 # --ema 0.995 --steps 1200`; 42 minutes on two busy cores of an Intel Xeon,
 # seed 0, commit 9990f56).
+#
+# </details>
+#
+# <details>
+# <summary>At full length: more pieces gain a little; diversified text and more
+# dropout gain nothing with a beam</summary>
 #
 # **At full length**, with the seed and the number of updates of the preset: a
 # vocabulary of *10,000 pieces* (`--pieces 10000`), and *data
@@ -20988,7 +21017,14 @@ def speaks_for_all(store):
 # translations that are cheaper to write, not better ones (seed 0 alone, commit
 # 137fdc8; `results/diversified.json`).
 #
+# </details>
+
+# %% [markdown]
 # #### On top of the other recipe
+#
+# <details>
+# <summary>A rate that falls to 0: more on validation, less on the test
+# set</summary>
 #
 # **A rate that falls to 0**, for fourteen minutes more (the fourth line:
 # `--from` the third line's model, `--preset tiny --batch-tokens 8192 --half
@@ -20998,6 +21034,12 @@ def speaks_for_all(store):
 # set it is 39.9, 0.9 less than before. For the gain on validation p = 0.13,
 # and for the fall of BLEU on the test set p = 0.005. So a third of a point of
 # validation is nothing to choose by.
+#
+# </details>
+#
+# <details>
+# <summary>BPE-dropout, at length: a lower loss, no more BLEU on the test
+# set</summary>
 #
 # **BPE-dropout**, at length. The third line's model knows its training text
 # far better than new text (*Learned by heart*, below). So it went on, from
@@ -21019,6 +21061,10 @@ def speaks_for_all(store):
 # on both, from 64.3 to 64.7 (p = 0.06) and from 64.6 to 65.1 (p = 0.02). A
 # model that doubts less, then, and that translates about as well.
 #
+# </details>
+#
+# <details><summary>Small letters: no gain</summary>
+#
 # **Small letters** (*Levers beyond the paper*) are the eighth English-German
 # line: `--lowercase`, with a peak of 0.004 and a fall on a line (`--factor 2
 # --decay linear --steps 6500`, seed 0), else as the third. It goes the way of
@@ -21028,6 +21074,10 @@ def speaks_for_all(store):
 # 41.3, after 41.5 and 40.9, and on the test set 39.7, after 40.8 and 39.9. So
 # if anything is spared by not learning *Ein* beside *ein*, these runs do not
 # show it, and the published models keep their capitals.
+#
+# </details>
+#
+# <details><summary>Both directions first, then one: no difference</summary>
 #
 # **Both directions first, then one** (*Levers beyond the paper*), from English
 # to French, is the fourth French line: 2,000 updates with `--both`, else as in
@@ -21039,6 +21089,12 @@ def speaks_for_all(store):
 # and at 60.3 on the test set, where the three seeds of the third line have
 # 58.9 to 59.5, and 59.9 to 61.0: no difference. What Ding et al. (2021) gained
 # with 160,000 pairs and more, these 29,000 do not show.
+#
+# </details>
+#
+# <details>
+# <summary>The mean of several trainings: more on validation, not on the test
+# set</summary>
 #
 # **The mean of several trainings** (*Levers beyond the paper*). Longer
 # training gives these models nothing more, so here a mean may help. The third
@@ -21085,7 +21141,13 @@ def speaks_for_all(store):
 # on validation owes a part of its lead to having been looked for. How large
 # that part is, one test set can't tell; here nothing is left.
 #
+# </details>
+
+# %% [markdown]
 # #### Text that models wrote
+#
+# <details>
+# <summary>Diversified text, for a trained model: a gain on both sets</summary>
 #
 # **Diversified text, for a trained model.** From random weights it brought the
 # preset nothing (see *At full length*). Now the model of the sixth line, in 16
@@ -21141,6 +21203,12 @@ def speaks_for_all(store):
 # tried: on sentences that they have learned, both pairs of models write about
 # equally well.
 #
+# </details>
+#
+# <details>
+# <summary>From random weights, by the other recipe: a gain on both
+# sets</summary>
+#
 # **From random weights, by the other recipe**, the same text (in
 # `runs/en-de-more2`) does bring something. The command is that of the seventh
 # line, but for the text, the seed and the number of updates: `--corpus
@@ -21161,6 +21229,10 @@ def speaks_for_all(store):
 # updates. We guess, and have not tried, that it is the dropout which makes
 # more text worth having.
 #
+# </details>
+#
+# <details><summary>For as long again: a gain on validation alone</summary>
+#
 # **And for as long again?** At the end of those runs the validation loss still
 # falls a little, by 0.012 in the last 400 updates of seed 0. So seed 0 went
 # on, by the settings of the ninth line's second command, for 4,800 updates
@@ -21176,6 +21248,11 @@ def speaks_for_all(store):
 # validation of which nothing is seen on the test set. By three ways, then,
 # models of this size come to 42.4 to 43.1 on validation, and to between 40.5
 # and 41.2 on the test set.
+#
+# </details>
+#
+# <details>
+# <summary>Twice as wide: a gain on both sets; the best to German</summary>
 #
 # **And twice as wide?** A larger model does make more of such text. With
 # `--d-model 256 --d-ff 512`, and otherwise the command and the text of the
@@ -21197,6 +21274,10 @@ def speaks_for_all(store):
 # to 0.56, that of the tenth line to 0.84. Whether the real pairs alone would
 # be enough for such a model, we have not tried. Its weights take 15.6 MB in 16
 # bits, which is too much for this repository, so it is not published.
+#
+# </details>
+#
+# <details><summary>The closest of the beam: less than nothing</summary>
 #
 # **The closest of the beam** (*Levers beyond the paper*) brought the ninth
 # line's model, seed 0, less than nothing. Both German-English models, the
@@ -21230,6 +21311,11 @@ def speaks_for_all(store):
 # other sentences and fewer updates can't tell whether *the closest* is to
 # blame, or going on once more.
 #
+# </details>
+#
+# <details>
+# <summary>From German to English: the largest gain, on both sets</summary>
+#
 # **From German to English** it brings more. Seed 2 of the first line, which is
 # `results/model-de-en`, went on in the same way, with what it and the
 # published English-German model made of the training text: the two commands
@@ -21247,7 +21333,13 @@ def speaks_for_all(store):
 # updates read one and a half times as many places as its 16,000 before. So a
 # part of the gain may be that of longer training, which one run can't tell.
 #
+# </details>
+
+# %% [markdown]
 # #### The same, to French
+#
+# <details>
+# <summary>For a trained model: a gain on both sets</summary>
 #
 # **To French** likewise. Only, a model of the way back had to be trained
 # first: `--src fr --tgt en --preset laptop --steps 14000`, which took 32
@@ -21265,6 +21357,11 @@ def speaks_for_all(store):
 # training alone is no likely cause here, as from update 5,000 on the
 # validation loss of the third line fell no more; but we have not tried it.) So
 # in three directions of three this lever gains on both sets.
+#
+# </details>
+#
+# <details>
+# <summary>Twice as wide: a gain on both sets; the best to French</summary>
 #
 # **And twice as wide, to French.** The command of the twelfth German line once
 # more, for French (`--corpus runs/en-fr-more2 --tgt fr`): from random weights,
@@ -21286,6 +21383,10 @@ def speaks_for_all(store):
 # and 0.02), seed 1 60.9 and 62.1, and seed 2 60.9 and 62.5. How much is due to
 # the width, and how much to a text that better models wrote, these three can't
 # tell. They are as large as the German ones, and not published either.
+#
+# </details>
+#
+# <details><summary>Wider still: no better</summary>
 #
 # **Wider still?** On a GPU this is soon tried. Two widths, 384 and 512 (the
 # networks twice as wide as that, heads of 64), on two texts: that of the sixth
@@ -21317,6 +21418,10 @@ def speaks_for_all(store):
 # not read it. The best by the beam, 384 on the larger text, has **61.7** on
 # the test set after 4,000 updates, below the sixth line (after 4,800).
 #
+# </details>
+#
+# <details><summary>On from there, with new text: no gain</summary>
+#
 # **And on from there, to French?** Seed 0 of the sixth line and the
 # French-English model wrote the text anew, 87,000 pairs in five minutes
 # (`diversify` with `--model` for either), and seed 0 went on with it for 1,900
@@ -21328,6 +21433,11 @@ def speaks_for_all(store):
 # (p = 0.06), so the test set was left alone. (The models that gained on both
 # sets by going on had learned from the real pairs alone before. This one had
 # not.)
+#
+# </details>
+#
+# <details>
+# <summary>At last the real pairs alone: a lower loss, no more BLEU</summary>
 #
 # **At last the real pairs alone?** What models write is plainer than what
 # people do. So the last updates, one might think, should be of people's text.
@@ -21343,7 +21453,12 @@ def speaks_for_all(store):
 # what the model writes by itself. With one run and one rate, no more can be
 # said.
 #
+# </details>
+
+# %% [markdown]
 # #### Without training
+#
+# <details><summary>Averaging: a gain here, and no law</summary>
 #
 # **Averaging.** The weights of the first English-German line on the first
 # 1,000 sentences of the validation set, greedily:
@@ -21362,6 +21477,11 @@ def speaks_for_all(store):
 # over the last alone. That is no law: in the earlier run of 12,000 updates
 # (commit `8431fbd`) it *lost* 0.4, and the loss gains nothing either time. So
 # the mean is a candidate, and validation decides.
+#
+# </details>
+#
+# <details>
+# <summary>Reading back: a gain on both sets, without any training</summary>
 #
 # **Reading back** (*Levers beyond the paper*). The two published models of
 # English and German, as they are (in 16 bits), each alone and each read back
@@ -21425,6 +21545,11 @@ def speaks_for_all(store):
 # reference. It is a bound, not what a better judge would reach. And as two
 # models were used, there is no line for it under *Multi30k, measured*.)
 #
+# </details>
+#
+# <details>
+# <summary>Voting: little in two pairs, a loss in the third</summary>
+#
 # **Voting** (*Levers beyond the paper*). The first three published models
 # (`model-de-en`, `model-en-de`, `model-en-fr`), each alone, on the validation
 # set: beams of four, eight and sixteen, plain (α = 1.5; the rows without τ)
@@ -21483,6 +21608,8 @@ def speaks_for_all(store):
 # 0.997 to 0.971. Without it BLEU would have gone from 41.5 to 42.1: more of
 # what is written is right, and too little is written. Anyone who lets a beam
 # vote should look at the length first.
+#
+# </details>
 
 # %% [markdown]
 # ### The published model, and its attention
