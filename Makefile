@@ -68,10 +68,11 @@ clean:  ## remove .venv, build and caches; what is in runs stays
 
 # The stamp is written last: a broken installation is taken up again, and
 # nothing is installed until requirements or constraints change. An existing
-# .venv is kept if it works and its Python is new enough; for another one,
-# `make clean` first.
+# .venv is kept if it works and its Python is new enough (pip, which some
+# leave out, is added); for another one, `make clean` first.
 WORKS = $(PY) -c 'import sys; assert sys.version_info >= (3, 10); import pip' 2>/dev/null
 $(STAMP): requirements.txt constraints.txt
+	@$(WORKS) || ! [ -x $(PY) ] || $(PY) -m ensurepip >/dev/null 2>&1 || true
 	@python=$(PY); $(WORKS) || python="$(PYTHON)"; \
 	"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \
 	  echo "This project needs Python 3.10 or newer; $$python:" \

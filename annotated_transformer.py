@@ -112,10 +112,11 @@
 # `8ec2fee`). Such a code names a version of this book's files.)
 #
 # **Symbols.** N, h, d_model, d_ff and d_k are the paper's; the other letters
-# are ours. A *token* is one piece of text, such as a word, a part of a word,
-# a digit or a full stop, and the number that stands for it. In this book
-# "word" often means a token. The letters in a comment such as `# (B, T, D)`
-# give the shape of the tensor (numbers along any number of axes) on that line:
+# are ours. A *token* is one piece of text, such as a word, a part of a word, a
+# digit or a full stop, and the number that stands for it. In this book "word"
+# often means a token, and "place" a position. The letters in a comment such as
+# `# (B, T, D)` give the shape of the tensor (numbers along any number of axes)
+# on that line:
 #
 # | letter | size of | | letter | size of |
 # |---|---|---|---|---|
@@ -264,6 +265,7 @@ import traceback
 import types
 import urllib.request
 import warnings
+import zipfile
 import zlib
 from array import array
 from collections import Counter
@@ -1069,11 +1071,12 @@ class Config:
 # gradient to x unchanged, past the sub-layer. The normalization keeps the
 # numbers in range: it brings the D numbers of each position to mean 0 and
 # variance 1 (of each position by itself, so that nothing depends on what else
-# is in the batch), then lets the model choose a gain *g* and a bias *b* for
-# each dimension. (Here x is the row of one position, μ and σ² are the mean and
-# the variance of its D numbers, ε keeps the root from being 0, and ⊙
-# multiplies component by component.) *Fills a gap in the paper*, which names
-# no ε: ours is torch's, 10⁻⁵.
+# is in the batch; the older *batch normalization* takes both over the batch,
+# padding and other sentences included), then lets the model choose a gain *g*
+# and a bias *b* for each dimension. (Here x is the row of one position, μ and
+# σ² are the mean and the variance of its D numbers, ε keeps the root from
+# being 0, and ⊙ multiplies component by component.) *Fills a gap in the
+# paper*, which names no ε: ours is torch's, 10⁻⁵.
 #
 # $$\mathrm{LayerNorm}(x) = g \odot \frac{x - \mu}{\sqrt{\sigma^2 +
 # \varepsilon}} + b$$
@@ -1307,8 +1310,8 @@ class Stack(nn.Module):
 # encoder makes its layers, copies the numbers, so no weight is shared; but all
 # copies begin at one point. (Where all matrices are drawn anew afterwards, as
 # in torch's whole `nn.Transformer` and in our own model below, only biases and
-# norms would.) They soon part, since each stands at a different place and gets
-# a different gradient:
+# norms would start so.) The copies soon part, since each stands at a different
+# place and gets a different gradient:
 
 
 # %% tags=["question"]
@@ -1436,7 +1439,9 @@ def layer_norm_gradient(x, grad): ...
 # matrices make them from the vector at the position (Section 3.2.2). (Why is a
 # position's key not its query, too? If it were, position i would fit position
 # j exactly as well as j fits i. But a verb may need its subject more than the
-# subject needs the verb.)
+# subject needs the verb. And why is its key not its value? The key is for
+# being found, the value is what is then handed over. A verb may find its
+# subject as the noun in the nominative; what it needs to know is which noun.)
 #
 # #### 3.2.1 Scaled dot-product attention
 #
@@ -2241,11 +2246,12 @@ def attend_in_passing(q, blocks): ...
 # object, one mean has to blur the two. So the paper runs h attentions side by
 # side, each with queries, keys and values of its own, D/h wide. Learned
 # matrices make them; they are called *projections*. (D/h is d_k for queries
-# and keys, and d_v for values; in the paper both are the same.) Mind the
-# letters: in this formula Q, K and V are not yet queries, keys and values, but
-# the vectors, D wide, from which these are made. In self-attention all three
-# are the same x; in cross-attention Q is the decoder's x, and K and V are the
-# memory. (The code calls them `query`, `key` and `value`.)
+# and keys, and d_v for values; in the paper both are the same, but for rows
+# (B) of its Table 3.) Mind the letters: in this formula Q, K and V are not yet
+# queries, keys and values, but the vectors, D wide, from which these are made.
+# In self-attention all three are the same x; in cross-attention Q is the
+# decoder's x, and K and V are the memory. (The code calls them `query`, `key`
+# and `value`.)
 #
 # $$\mathrm{head}_i = \mathrm{Attention}(QW_i^Q, KW_i^K, VW_i^V), \qquad
 # \mathrm{MultiHead} = [\mathrm{head}_1; \dots; \mathrm{head}_h]\,W^O$$
@@ -2611,11 +2617,13 @@ def sum_of_heads(heads, W_O): ...
 # no future, for the whole source is there from the start.
 #
 # There are two reasons to forbid a look. The first is *padding*. It is not
-# text, and no position may look at it, so its **columns** are masked. The rows
-# of padding need no mask: what a padded position computes is never looked at
-# and never enters the loss. (*Fills a gap in the paper*, which only speaks of
-# the future. The published code masks the source's padding, but not the
-# target's, which lies in the future of every real word. We mask both.)
+# text, and no position may look at it. In a table of scores each row is a
+# query, which looks, and each column a key, which is looked at. So the
+# **columns** of padding are masked. Its rows need no mask: what a padded
+# position computes is never looked at and never enters the loss. (*Fills a gap
+# in the paper*, which only speaks of the future. The published code masks the
+# source's padding, but not the target's, which lies in the future of every
+# real word. We mask both.)
 #
 # The second is the *future*, which does not exist yet when the model writes. A
 # position may look at itself and at those before it. The mask that sees to
@@ -3041,7 +3049,8 @@ def network_by_position_and_layer(one_for_all=False):
 # its F hidden units. Unit f compares x with row f of `W_1` and, as far as they
 # agree, adds column f of `W_2` to the result. (Geva et al., 2021, call this a
 # memory of keys and values.) How long is the vector that each unit adds at
-# each position? The matrices are as `nn.Linear` keeps them.
+# each position, by the root of the sum of its squares? The matrices are as
+# `nn.Linear` keeps them.
 
 
 # %%
@@ -3137,10 +3146,11 @@ def loudness(x, W_1, b_1, W_2): ...
 # The paper gives no reason for the √D; the likely one is scale. The decoder's
 # vector x comes from a norm, so its D components have variance 1. A logit is a
 # sum of D products of such a component and one of w. It has variance 1 if the
-# components of w have variance 1/D (then w is about 1 long), so we draw them
-# like that. *Fills a gap in the paper*, which does not say how the rows start;
-# its published code drew them with variance 1/D. As an input, such rows would
-# be too small; the question below says how much.
+# components of w have variance 1/D (then w, by the root of the sum of its
+# squares, is about 1 long), so we draw them like that. *Fills a gap in the
+# paper*, which does not say how the rows start; its published code drew them
+# with variance 1/D. As an input, such rows would be too small; the question
+# below says how much.
 
 
 # %%
@@ -3537,8 +3547,10 @@ def shift_found_by_least_squares(offsets=(1, 7, 50), d_model=64, cosines=True):
 # %% [markdown]
 # What the paper hoped to gain from it is that heads easily learn to look k
 # places back, from any position. Whether it is easily *learned* is not tried
-# here, but one matrix is enough: it makes the query, and the keys are the
-# encodings as they are. (For 400 random vectors of one length, least squares
+# here, but one matrix is enough: of the encoding at pos it makes that at pos −
+# k, which is the query; the keys are the encodings as they are. All encodings
+# have one length, so of all products that with the same vector is the largest:
+# the one k places back. (For 400 random vectors of one length, least squares
 # finds no such matrix. One that is trained for them can be right, but for
 # these places only; that of the sinusoids is right for places it has never
 # seen.)
@@ -3839,14 +3851,15 @@ def turn_by_place(x, places): ...
 # largest logit is enough.)
 #
 # The weight matrices of both stacks start from Glorot's uniform distribution,
-# between ±√(6 / (inputs + outputs)), where a matrix takes so many numbers and
-# gives so many. With this bound, numbers on their way forward and gradients on
-# their way back keep about their size. (Torch calls it by his first name,
-# Xavier.) Biases start as torch starts them. *Fills a gap in the paper*, which
-# does not say how they start. Its published code drew matrices in the same
-# way, with biases of 0; but it kept W_Q, W_K and W_V of self-attention in one
-# matrix D × 3D, which has more outputs, so there they began smaller, by √2
-# (and W_K and W_V of cross-attention, in one of D × 2D, by √1.5).
+# between ±√(6 / (inputs + outputs)), where *inputs* is how many numbers of a
+# position the matrix takes, and *outputs* how many it gives. With this bound,
+# numbers on their way forward and gradients on their way back keep about their
+# size. (Torch calls it by his first name, Xavier.) Biases start as torch
+# starts them. *Fills a gap in the paper*, which does not say how they start.
+# Its published code drew matrices in the same way, with biases of 0; but it
+# kept W_Q, W_K and W_V of self-attention in one matrix D × 3D, which has more
+# outputs, so there they began smaller, by √2 (and W_K and W_V of
+# cross-attention, in one of D × 2D, by √1.5).
 
 
 # %%
@@ -3989,10 +4002,10 @@ def an_untrained_model():
 
 # %% [markdown]
 # The loss is above ln 14, for the guesses are not even, and uneven guesses
-# made blindly lose more than they win. By how much? It is $\ln \sum e^z$ less
-# the logit of the right word. For normal z of mean 0 and variance 1 that logit
-# is 0 on average, but the mean of $e^z$ is $e^{1/2}$, not 1. So the loss is
-# about ln 14 + ½, or a little less.
+# made blindly lose more than they win. By how much? A loss is $\ln \sum e^z$
+# minus the logit of the right word. For normal z of mean 0 and variance 1 that
+# logit is 0 on average, but the mean of $e^z$ is $e^{1/2}$, not 1. So the loss
+# is about ln 14 + ½, or a little less.
 #
 # And why does the model write `<s>` again and again? Most of an untrained
 # decoder's state is the same whatever it has read, so the same word stays
@@ -4850,14 +4863,19 @@ def shorter_paths_are_easier(near=3, far=32, seeds=1, updates=100):
 
 
 # %%
-def gradient_by_layer(norm_first, N=12):
-    """The norm of each decoder layer's W_1 gradient at the start."""
-    sizes = dict(N=N, d_model=64, d_ff=128, h=4, norm_first=norm_first)
-    model = tiny_model(**sizes)
+def backward_of_digits(model):
+    """The gradients of one batch: 32 pairs of ten random digits."""
     src, tgt = torch.randint(4, 14, (2, 32, 10))
     logits = model(src, tgt)
     labels = torch.randint(4, 14, (32, 10))
     F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
+
+
+def gradient_by_layer(norm_first, N=12):
+    """The norm of each decoder layer's W_1 gradient at the start."""
+    sizes = dict(N=N, d_model=64, d_ff=128, h=4, norm_first=norm_first)
+    model = tiny_model(**sizes)
+    backward_of_digits(model)
     layers = model.decoder.layers
     return [layer.feed_forward.W_1.weight.grad.norm() for layer in layers]
 
@@ -4889,12 +4907,83 @@ def gradients_of_both_orders():
 # **What to notice.** With post-norm the last layer's gradient of W_1 is many
 # times the first's (how many depends much on the seed); with pre-norm the
 # largest is about twice the smallest, or less. (Most other matrices behave in
-# the same way; W_Q and W_K of self-attention do not.) So, say Xiong et al., a
-# large first step would ruin the last layers of a post-norm stack, and the
-# learning rate must start small. That can't be the whole reason, for Adam
-# (Section 5.3) divides by the gradient's size. Liu et al. (2020) blame
-# something else: post-norm leans more on what its sub-layers add, so that a
-# small change of their weights changes the output much.
+# the same way; W_Q and W_K of self-attention do not.)
+#
+# **Where does it get lost?** With pre-norm nowhere: the sum hands the gradient
+# to x unchanged. With post-norm it must first go back through the norm, which
+# divides by the spread of the sum. That is above 1, as two parts were added.
+# Then x is given what comes back through the sum, and through the sub-layer.
+# We follow it through the sub-layers of each stack:
+
+
+# %%
+def note_norms(stack):
+    """Have a stack note (sum, normalized sum) of each of its sub-layers."""
+    notes = []
+
+    def note(norm, inputs, output):
+        for x in (*inputs, output):
+            x.retain_grad()
+        notes.append((*inputs, output))
+
+    for layer in stack.layers:
+        for residual in layer.residuals:
+            residual.norm.register_forward_hook(note)
+    return notes
+
+
+# %% [markdown]
+# What a sub-layer reads is the result of the one before it. So the notes hold
+# all that is asked for: how far the numbers of a sum are spread, and how large
+# the gradient is before the norm and before the sum, if it is 1 behind the
+# norm. We take means over all layers but the first.
+
+
+# %%
+def passed_on(notes, kinds):
+    """Spread, gradient before the norm and before the sum: (kinds, 3)."""
+    found = []
+    for (_, x), (total, normed) in zip(notes[kinds - 1 :], notes[kinds:]):
+        sizes = [y.grad.norm() / normed.grad.norm() for y in (total, x)]
+        found.append(torch.stack([total.std(-1).mean(), *sizes]))
+    return torch.stack(found).unflatten(0, (-1, kinds)).mean(0)
+
+
+# %% [markdown]
+# The same twelve layers, post-norm; *a layer* is the product of its rows:
+
+
+# %%
+@example
+def where_the_gradient_gets_lost():
+    model = tiny_model(N=12, d_model=64, d_ff=128)
+    kinds = {
+        "encoder": ("self-attention", "feed-forward"),
+        "decoder": ("self-attention", "cross-attention", "feed-forward"),
+    }
+    notes = [note_norms(getattr(model, stack)) for stack in kinds]
+    backward_of_digits(model)
+    print(f"{'':24}   spread   before norm   before sum")
+    for (stack, names), seen in zip(kinds.items(), notes):
+        rows = passed_on(seen, len(names))
+        for name, (spread, norm, total) in zip(names, rows):
+            print(f"{stack} {name:16}{spread:9.2f}{norm:14.2f}{total:13.2f}")
+        print(f"{stack} {'a layer':16}{rows[:, 2].prod():36.2f}")
+
+
+# %% [markdown]
+# **What to notice.** Each norm takes a part. Self-attention and the
+# feed-forward network make up for it: they hand x about as much as was taken.
+# Cross-attention hands it next to nothing, since its keys and values come from
+# the encoder, and little depends on its queries yet. So each layer of the
+# decoder passes on less than it gets, and over twelve layers that multiplies.
+# The encoder, which has no such sub-layer, passes on all.
+#
+# So, say Xiong et al., a large first step would ruin the last layers of a
+# post-norm stack, and the learning rate must start small. That can't be the
+# whole reason, for Adam (Section 5.3) divides by the gradient's size. Liu et
+# al. (2020) blame something else: post-norm leans more on what its sub-layers
+# add, so that a small change of their weights changes the output much.
 
 # %% [markdown]
 # ### Exercises
@@ -5522,10 +5611,10 @@ def padding_waste():
 # The budget is 25,000 places a side (the paper has 25,000 tokens), and the
 # padding of both sides is counted. Similar lengths must save at least nine
 # tenths of the padding that random batches would have, and the batches must
-# hold 25,000 real tokens a side on average, give or take 15%. (An update of
-# the default recipe has 24,576 places, six times 4,096; padding included, for
-# places are what costs memory and time. So its real tokens are somewhat fewer
-# than the paper's.)
+# hold 25,000 real tokens a side on average, give or take 15%. (By default an
+# update of ours adds up six batches of 4,096 places, 24,576 in all, padding
+# included, for places are what costs memory and time (*The training loop*). So
+# its real tokens are somewhat fewer than the paper's.)
 
 
 # %% tags=["claim"]
@@ -6097,11 +6186,11 @@ def learning_rate_curves():
 # corpus at 0.0025 and the captions at 0.005. The peak is factor / √(D · w): to
 # halve it, make w four times as large or the factor half. Count w in updates,
 # not epochs. Where only memory forces small batches, keep the paper's numbers
-# and add up the gradients of several (*The training loop*). Where small
-# updates are wanted, begin from a run here of a like size, try the factor's
-# half and its double for a tenth of the updates, and keep the largest that
-# lasts: a loss that falls and then jumps back to where it began wants a lower
-# peak or a longer w.
+# and add up the gradients of several (*The training loop*). Where updates of
+# few tokens are wanted, begin with the settings of a run in this book whose
+# model and batches are of a like size, try the factor's half and its double
+# for a tenth of the updates, and keep the largest that lasts: a loss that
+# falls and then jumps back to where it began wants a lower peak or a longer w.
 #
 # #### Exercises
 #
@@ -6374,8 +6463,8 @@ def dropout_falls_in_two_places(N=6, attention_dropout=0.0):
 # Szegedy et al. take all V, and so do we. (The authors' code takes the other V
 # − 1: there the right word has 0.9, here 0.9 + 0.1/V.) So `<pad>`, `<s>` and
 # `<unk>` have a share of 0.1/V, too, though no label is ever one of them.
-# PyTorch's own smoothing does the same, and with thousands of words it is next
-# to nothing.
+# PyTorch's own smoothing does the same, and with thousands of words such a
+# share is next to nothing.
 
 
 # %%
@@ -6430,8 +6519,7 @@ def logarithms_of_small_numbers():
 
 # %% [markdown]
 # A picture of five targets. Each row sums to 1, but for that of padding, which
-# asks for nothing; and the column of `<pad>` has its small share of the
-# others:
+# asks for nothing; in the others `<pad>` has its small share, too:
 
 
 # %%
@@ -6534,8 +6622,9 @@ def divergence_has_the_same_gradient():
 # #### Exercises
 #
 # **The floor** (four lines). With smoothing the loss of a token can't fall to
-# 0. It is least where the model gives just the targets, and there it is their
-# entropy. How much is that, for V words and smoothing ε > 0, without a loop?
+# 0. It is least where the model's probabilities are the targets themselves,
+# and there it is their entropy. How much is that, for V words and smoothing
+# ε > 0, without a loop?
 
 
 # %%
@@ -6879,7 +6968,9 @@ def step_position():
 
 # %% [markdown]
 # **Queries, keys and values** (Section 3.2.2). The first two columns of each
-# belong to head 1, the last two to head 2. (In $W^O$ it is the rows.)
+# belong to head 1, the last two to head 2. (In $W^O$ it is the rows. From here
+# on text and pictures count heads from 1; code, and the picture of 3.2.2,
+# count from 0.)
 #
 # By hand: the first column of $W^Q$ adds components 1 and 4 of x. So the query
 # of *Anna* begins with −2 + (−1) = −3.
@@ -7689,10 +7780,11 @@ def gradient_of_parts(weight, parts): ...
 # ## Greedy decoding
 #
 # In training the decoder reads the true words. In inference there are none: it
-# reads what it wrote itself. So it may read a mistake of its own, which it
-# never met in training, and one wrong word may bring others. The paper does
-# not speak of this. Its beam search (6.1) follows several beginnings at once,
-# so that no single word decides.
+# reads what it wrote itself. (Such a model is *auto-regressive*, as Section 3
+# says.) So it may read a mistake of its own, which it never met in training,
+# and one wrong word may bring others. The paper does not speak of this. Its
+# beam search (6.1) follows several beginnings at once, so that no single word
+# decides.
 #
 # ![In training the decoder reads the true target, shifted by one, and is asked
 # for all its words at once. In inference it starts from the start symbol,
@@ -7803,9 +7895,10 @@ def greedy_plain(model, src, extra=50):
 # 18 words go through all layers again, with the same result as the time
 # before: the causal mask sees to it that no word depends on a later one. Only
 # word 19 is new. What it needs of the others are their keys and values, so we
-# keep those, layer by layer. This is the *KV cache* of today's language
-# models. The keys and values of cross-attention come from the memory, which
-# never changes: they are computed once.
+# keep those, layer by layer. (Not their queries: those have been answered.)
+# This is the *KV cache* of today's language models. The keys and values of
+# cross-attention come from the memory, which never changes: they are computed
+# once.
 #
 # The class goes through the decoder's layers itself, with their own matrices
 # and norms. At each step one new place of each text comes in; self-attention
@@ -11342,7 +11435,7 @@ def tokenizer(language):
 
     try:
         return spacy.blank(language).tokenizer
-    except ImportError:  # unknown, or it needs another package
+    except (ImportError, AttributeError):  # unknown, or a package is missing
         note = f"note: no spaCy rules for {language!r}, using general ones"
         print(note, file=sys.stderr)
         return spacy.blank("xx").tokenizer
@@ -11436,11 +11529,12 @@ class Vocabulary:
 # and output. Section 5.1 showed the algorithm; the sentencepiece library runs
 # it on millions of lines, in any script, and knows little more about languages
 # than we did: spaces become `▁`, the rest is characters. (But it joins no
-# letter with a digit, nor letters of two scripts, and makes no piece longer
-# than sixteen.) It first makes the text uniform, by rules close to Unicode's
-# NFKC: `…` becomes three dots, several spaces become one, and `▁` and some
-# signs that nobody sees become a space. But for that, joining pieces gives
-# back the text, and Korean needs no other code than German.
+# letter with a digit or a punctuation mark, nor letters of two scripts, where
+# the three of Japan count as one, and makes no piece longer than sixteen.) It
+# first makes the text uniform, by rules close to Unicode's NFKC: `…` becomes
+# three dots, several spaces become one, and `▁` and some signs that nobody
+# sees become a space. But for that, joining pieces gives back the text, and
+# Korean needs no other code than German.
 
 
 # %%
@@ -11456,7 +11550,13 @@ class Pieces:
 
         self.model = model  # the bytes that sentencepiece wrote
         make = sentencepiece.SentencePieceProcessor
-        self.processor = make(model_proto=model)
+        try:
+            self.processor = make(model_proto=model)
+        except RuntimeError:
+            raise InputError(
+                "these are no word pieces of sentencepiece; restore "
+                "pieces.model, or train again"
+            ) from None
         names = "pad_id", "bos_id", "eos_id", "unk_id"
         found = [getattr(self.processor, name)() for name in names]
         if found != [PAD, BOS, EOS, UNK]:
@@ -12546,11 +12646,14 @@ def big_is_best_to_french(name="big"):
 # Greedy decoding takes the likeliest word at each step. But the likeliest
 # *sentence* may begin with a word that is only second. To compare all
 # sentences is out of the question: with 5,000 words there are 5,000²⁰ of
-# twenty words. **Beam search** keeps the best few beginnings, the *beam*;
-# the paper keeps four. At each step every beginning is continued with every
-# word, and of all continuations the best four are kept (fewer, once some
-# have ended). The probability of a sentence is the product of the
-# probabilities of its words, so their logarithms are added.
+# twenty words. **Beam search** keeps the best few beginnings, the *beam*; the
+# paper keeps four. At each step every beginning is continued with every word,
+# and of all continuations the best four are kept (fewer, once some have
+# ended). The probability of a sentence is the product of the probabilities of
+# its words, so their logarithms are added. By hand: let one first word have
+# the probability 0.6 and its best continuation 0.5, another 0.4 and 0.9.
+# Greedy decoding takes the first, and ends at 0.6 · 0.5 = 0.30. A beam of two
+# keeps both, and finds 0.4 · 0.9 = 0.36.
 #
 # A continuation that ends with `</s>` is done: it is a *hypothesis*, and
 # leaves its place in the beam empty (*fills a gap in the paper*; the authors'
@@ -12560,7 +12663,9 @@ def big_is_best_to_french(name="big"):
 # logarithms prefers short sentences. The paper divides by the **length
 # penalty** of Wu et al. (2016), with α = 0.6. It helps long sentences, for the
 # logarithm is negative: divided by more, it comes nearer to 0. (With α = 0
-# nothing is divided.)
+# nothing is divided.) By hand, by the formula below: for 7 words with log P =
+# −3.0 the score is −3.0 / 2^0.6 = −1.98, for 13 with log P = −3.6 it is −3.6 /
+# 3^0.6 = −1.86. The longer one wins, though it is less likely.
 #
 # $$\mathrm{score}(Y) = \frac{\log P(Y \mid X)}{lp(Y)}, \qquad
 # lp(Y) = \left(\frac{5 + {|Y|}}{6}\right)^{\alpha}$$
@@ -12571,10 +12676,11 @@ def big_is_best_to_french(name="big"):
 # the `</s>` of the source counts and that of the output does not.)
 #
 # **Asked often:** why four beginnings, is a wider beam not better? The paper
-# found four, and α = 0.6, by trying on its development set. A wider beam finds
-# likelier sentences, but these are not always better ones: beyond some width
-# BLEU falls (Koehn and Knowles, 2017), and what a model considers likeliest of
-# all is often to write nothing (Stahlberg and Byrne, 2019).
+# found four, and α = 0.6, by trying on its development set (a validation set).
+# A wider beam finds likelier sentences, but these are not always better ones:
+# beyond some width BLEU falls (Koehn and Knowles, 2017), and what a model
+# considers likeliest of all is often to write nothing (Stahlberg and Byrne,
+# 2019).
 
 
 # %%
@@ -12931,10 +13037,10 @@ def ending_early_loses_nothing(careless=False):
 
 
 # %% [markdown]
-# Now watch it at work on a sentence from the generated corpus: each
-# column is a step, each row a place in the beam, the best at the top. Lines
-# lead from a beginning to its continuations; the brighter a word,
-# the likelier its beginning.
+# Now watch it at work on a sentence from the generated corpus: each column is
+# a step, each row a place in the beam, the best at the top. Lines lead from a
+# beginning to its continuations; the brighter a word, the likelier the
+# beginning that ends with it.
 
 
 # %% tags=["plumbing"]
@@ -13114,8 +13220,8 @@ texts_followed_back.judged_by(
 #     return texts
 # ```
 #
-# The kept keys and values must be put into the same order. Forget it, and each
-# text goes on with the memory of another.
+# The kept keys and values must be put into the same order. If you forget this,
+# each text goes on with what another has read.
 #
 # </details>
 
@@ -15577,15 +15683,16 @@ def attention_against_the_alignment():
 #
 # | attention | role | asks at | right is |
 # |---|---|---|---|
-# | encoder | previous, next, itself | each word | that word |
+# | encoder | previous, next, itself | each word | the one before, after, it |
 # | encoder | article: noun | *der* in *der alte Mann* | *Mann* |
 # | encoder | noun: article | *Mann* | *der* |
 # | encoder | verb: subject | *isst* | *Mann* |
 # | encoder | verb: its rest | *macht* in *macht heute die Tür auf* | *auf* |
 # | | | *hat* in *hat gestern Brot gegessen*, for *ate* | *gegessen* |
 # | encoder | hat: time | *hat* or *haben* | *gestern* |
-# | decoder | previous, itself | each word read | that word |
-# | cross | written, read | each English word | its German word |
+# | decoder | previous, itself | each word read | the word before, itself |
+# | cross | written | writing an English word | its German word |
+# | cross | read | reading an English word | its German word |
 # | cross | torn verb: first, last | writing *opens* | *macht*, *auf* |
 # | | | writing *ate* | *hat*, *gegessen* |
 #
@@ -16018,16 +16125,16 @@ def the_heads_for_the_time():
 
 
 # %% [markdown]
-# **What to notice.** Most heads are not missed by themselves; the low numbers
-# are the exceptions. None of those that look at the time is missed alone, for
+# **What to notice.** Most heads can be removed alone with little harm; the low
+# numbers are the exceptions. So can each of those that look at the time, for
 # the others do its work. But without all of them most sentences with *hat* and
 # a time go wrong, nearly all the rest stay right, and as many other heads make
 # little difference. So the role is real. Look at what goes wrong: the tense.
 # (Which heads have it, and how many, is chance. In another run it was two, of
-# which one was missed alone, and with another seed a single one.) It is much
-# the same in large translation models: most heads can be removed one at a time
-# (Michel et al., 2019), and the few that matter have roles one can name (Voita
-# et al., 2019).
+# which one did harm when it was removed alone, and with another seed a single
+# one.) It is much the same in large translation models: most heads can be
+# removed one at a time (Michel et al., 2019), and the few that matter have
+# roles one can name (Voita et al., 2019).
 
 # %% [markdown]
 # ### A weight, and what it carries
@@ -16069,9 +16176,9 @@ def attention_is_the_sum_of_what_it_carries():
 # %% [markdown]
 # Now we multiply each weight by the length of what it carries, and divide by
 # the sum of the row. The table has, over 200 sentences: the mean weight on
-# `</s>`; how long its value is, as a multiple of the other words' mean; its
-# mean part of what is carried; and how often the word with the largest weight
-# is also the one that gives most.
+# `</s>`; how long the vector is that it offers, as a multiple of the other
+# words' mean; its mean part of what is carried; and how often the word with
+# the largest weight is also the one that gives most.
 
 
 # %%
@@ -16133,13 +16240,13 @@ def what_the_weights_carry():
 
 # %% [markdown]
 # **What to notice.** The heads of the encoder's first layer give a quarter of
-# their weight to `</s>`, and take less from it: its value is only about half
-# as long as those of the words. (Weights must sum to 1, so a head that finds
-# nothing to look for needs a place where weight does little harm. That is what
-# Clark et al., 2019, suppose of BERT's separators.) And in every fourth row
-# there the brightest cell is not the word that gives most. In the second layer
-# it mostly is, and in cross-attention nearly always, so what was counted there
-# stands.
+# their weight to `</s>`, and take less from it: what it offers is only about
+# half as long as what the words offer. (Weights must sum to 1, so a head that
+# finds nothing to look for needs a place where weight does little harm. That
+# is what Clark et al., 2019, suppose of BERT's separators.) And in every
+# fourth row there the brightest cell is not the word that gives most. In the
+# second layer it mostly is, and in cross-attention nearly always, so what was
+# counted there stands.
 #
 # **Asked often:** do attention weights explain what the model does? (Section 4
 # hopes for models that are easier to interpret.) They say
@@ -17864,7 +17971,9 @@ def gallery_of_bugs():
 # holds all that translation needs: `model.json`, with the configuration, the
 # languages, and how it was trained; `pieces.model`, the word pieces (a model
 # of whole words has its words in `model.json`); and `weights.pt`, with tensors
-# only. Nothing in them can run code when loaded. Each is first written under
+# only. Nothing in them can run code when loaded: PyTorch is told to take
+# `weights_only`. (Before 2.10 a file made for it could do harm all the same,
+# CVE-2026-24747; there, load no stranger's model.) Each is first written under
 # another name, forced to the disk, and then renamed, so that a run that is
 # killed leaves the old or the new one, but never half of one. (A kill between
 # two files may leave them from different moments, until the run is resumed.)
@@ -17909,6 +18018,8 @@ def check_file(name):
         raise InputError(f"{name!r} is a folder; name a file in it")
     if path.exists() and not path.is_file():
         raise InputError(f"{name!r} is no plain file; name one")
+    if path.exists() and not os.access(path, os.W_OK):
+        raise InputError(f"{name!r} is write-protected; name another file")
     check_place(path.parent)
 
 
@@ -17925,8 +18036,11 @@ def check_place(folder):
 def write_whole(path, write):
     """Call `write` on a temporary path, then move the result into place."""
     real = path.resolve()  # a link stays one
-    unfinished = real.with_name(f"{real.name}.{os.getpid()}.part")
-    try:  # the number: other processes may write the same file
+    # Another process may write the same file; in containers both may have
+    # one number.
+    number = int.from_bytes(os.urandom(6), "big")
+    unfinished = real.with_name(f"{real.name}.{number}.part")
+    try:
         with naming(path):
             write(unfinished)
             with unfinished.open("rb+") as file:
@@ -18104,8 +18218,9 @@ def load_description(folder):
             truth = isinstance(value, bool)  # which Python takes for a number
             if not isinstance(value, kind) or truth != (kind is bool):
                 raise TypeError(f"{field.name} can't be {value!r}")
-        texts = facts["languages"], facts.get("src_words", [])
-        for text in (*texts, facts.get("tgt_words", [])):
+        names = "src_words", "tgt_words"
+        texts = [facts["languages"], *(facts.get(n, []) for n in names)]
+        for text in texts:
             if not isinstance(text, list) or {*map(type, text)} - {str}:
                 raise TypeError("languages and words must be lists of texts")
         src, tgt = facts["languages"]
@@ -18116,7 +18231,8 @@ def load_description(folder):
                 raise TypeError(f"{name} must be true or false")
         if "pieces" not in facts:
             len(facts["src_words"]), len(facts["tgt_words"])
-    except (ValueError, KeyError, TypeError) as error:
+        "".join(map("".join, texts)).encode()  # signs that can be printed
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise InputError(
             f"{path}: damaged ({error}); restore it, or train again"
         ) from None
@@ -18156,6 +18272,17 @@ def load_vocabularies(folder, facts):
 
 
 # %% tags=["plumbing"]
+def check_sizes(config, state):
+    """LookupError if a model so large can't have these weights.
+
+    It is asked before the model is built, which may take all memory.
+    """
+    D, F_ = config.d_model, config.d_ff
+    least = config.src_vocab * D + config.N * (12 * D * D + 4 * D * F_)
+    if sum(weight.numel() for weight in state.values()) < least:
+        raise LookupError("fewer weights than such a model has")
+
+
 def load_translator(folder, device="cpu"):
     """The translator saved in a folder, in evaluation mode.
 
@@ -18165,11 +18292,14 @@ def load_translator(folder, device="cpu"):
     folder, device = Path(folder), pick_device(device)
     facts = load_description(folder)
     vocabularies = load_vocabularies(folder, facts)
-    model = Transformer(Config(**facts["config"])).to(device)
     state = load_tensors(folder / "weights.pt", device)
     try:
+        check_sizes(Config(**facts["config"]), state)
+        model = Transformer(Config(**facts["config"])).to(device)
         model.load_state_dict(state)
-    except (RuntimeError, TypeError, AttributeError):
+    except (RuntimeError, TypeError, AttributeError, LookupError) as error:
+        if out_of_memory(error):
+            raise
         raise InputError(
             f"{folder}: weights.pt is not of the model in model.json; the "
             "two files must come from the same run (of a model with parts of "
@@ -18885,6 +19015,25 @@ def packed_pairs_are_the_pairs():
 
 
 # %% tags=["plumbing"]
+def check_own(path):
+    """InputError if a file has something else than an encoded corpus.
+
+    One that is damaged may have been ours, and is made anew.
+    """
+    if not path.is_file() or not path.stat().st_size:
+        return
+    with path.open("rb") as file:
+        own = file.read(2) == b"PK"  # as torch's files begin
+    if own and zipfile.is_zipfile(path):  # then it is whole
+        with contextlib.suppress(Exception):
+            own = "facts" in torch.load(path, mmap=True, weights_only=True)
+    if not own:
+        raise InputError(
+            f"{path} is there already, of something else; move it, or choose "
+            "another --out or --cache"
+        )
+
+
 class EncodedCorpus:
     """A training corpus and the file of its PackedPairs.
 
@@ -18898,6 +19047,7 @@ class EncodedCorpus:
         wanted = {"format": 1, "files": texts.digests(), **wanted}
         self.wanted = json.loads(json.dumps(wanted))  # as it is read back
         self.stored, self.changed, self.held_before = None, [], None
+        check_own(self.path)
         try:
             stored = torch.load(path, mmap=True, weights_only=True)
             facts = json.loads(stored["facts"])
@@ -20449,6 +20599,15 @@ def note_launch(folder):
         write_whole(folder / "launch", lambda p: p.write_text(text, "utf-8"))
 
 
+def noted_launch(folder):
+    """What `note_launch` wrote; None if nothing, or if it is another's."""
+    with contextlib.suppress(OSError, ValueError):
+        noted = json.loads((folder / "launch").read_text("utf-8"))
+        if isinstance(noted, list) and {*map(type, noted)} == {str}:
+            return noted
+    return None
+
+
 def begun_by_this_launch(folder):
     """Whether torchrun restarts a run that it began itself, no older one.
 
@@ -20458,13 +20617,9 @@ def begun_by_this_launch(folder):
         return False
     names = this_launch()
 
-    def found():
-        try:
-            noted = json.loads((folder / "launch").read_text("utf-8"))
-        except (OSError, ValueError):
-            return False  # ended, or refused before it began
-        begun = any(name in noted for name in names)
-        return begun and (folder / "checkpoint.pt").exists()
+    def found():  # nothing is noted of one that ended, or that was refused
+        begun = {*names} & {*(noted_launch(folder) or [])}
+        return bool(begun) and (folder / "checkpoint.pt").exists()
 
     return from_first(found)
 
@@ -22589,7 +22744,8 @@ def run_claims(args):
             how = ", ".join(f"{k}={v}" for k, v in facts["unless"].items())
             print(f"       with {how}: {other['verdict']}", flush=True)
         record[name] = facts
-        if path:
+        if path:  # another process may examine other claims
+            record = {**found_before(path), **record}
             keep_record(path, record)
 
 
@@ -22733,6 +22889,8 @@ def refuse_other_model(folder):
             f"from this model, if you like, by --from {folder})"
         )
     strange = ["weights.pt", "pieces.model", "log.jsonl"]
+    if noted_launch(folder) is None:  # else one of a run that was killed
+        strange.append("launch")
     strange = [folder / name for name in strange]
     for path in [*strange, *folder.glob("weights-*.pt")]:
         if path.exists():
@@ -22822,8 +22980,8 @@ def run_train(args):
         }
         with asked_to_stop() as request:
             train_translator(run, train, val, recipe, folder, options, request)
-        if first():
-            (folder / "launch").unlink(missing_ok=True)
+        if first() and noted_launch(folder):
+            (folder / "launch").unlink()
     say(f"done: {folder}, validation BLEU {run.best:.2f}")
 
 
@@ -23516,6 +23674,24 @@ def check_languages(corpus, src, tgt):
         )
 
 
+def check_not_read(args, translator):
+    """InputError if what is written would replace a model's or a text."""
+    own = r"model\.json|pieces\.model|.*\.pt|log\.jsonl"
+    texts = rf".*\.({re.escape(translator.src)}|{re.escape(translator.tgt)})"
+    corpus = {"multi30k": "data/multi30k"}.get(args.corpus, args.corpus)
+    read = {args.model: own, args.back: own, corpus: texts + r"(\.gz)?"}
+    read.pop(None, None)
+    for name in filter(None, (args.json, args.outputs)):
+        path = Path(name).resolve()
+        for folder, names in read.items():
+            here = path.exists() and path.parent == Path(folder).resolve()
+            if here and re.fullmatch(names, path.name):
+                raise InputError(
+                    f"{name} would be written over, a file of {folder}; name "
+                    "another"
+                )
+
+
 def run_evaluate(args):
     """`evaluate`: translate a part of a corpus, print and keep scores."""
     from tqdm import tqdm
@@ -23530,6 +23706,7 @@ def run_evaluate(args):
             raise InputError("--json and --outputs name one file; name two")
     device = pick_device(args.device)
     translator = load_direction(args, device)
+    check_not_read(args, translator)
     digest = sha256(Path(args.model) / "weights.pt")  # training may go on
     choice = way_to_choose(args, translator, device)
     announce(device)
@@ -23681,14 +23858,17 @@ def run_diversify(args):
     ways = [f"{model.src} to {model.tgt}" for model in models]
     several = {"ways": ways} if len(ways) > len(weights) else {}
     guided = {"closest": True} if args.closest else {}
-    begin_diversified(out, {
+    facts = {
         "languages": languages, "data": texts.facts["data"], **several,
         "weights": weights, "beam": args.beam, "alpha": args.alpha, **guided,
-    })  # fmt: skip
+    }  # fmt: skip
     texts.expected = texts.digests()  # they are read again, hours later
+    check_diversified(out, facts)
     announce(device)
     made = []
     with alone(out):
+        check_diversified(out, facts)  # one may have begun in the meantime
+        note_diversified(out, facts)
         for unfinished in unfinished_files(out, DIVERSIFIED):
             unfinished.unlink(missing_ok=True)
         for number, model in enumerate(models, 1):
@@ -23709,8 +23889,8 @@ def run_diversify(args):
 
 
 # %% tags=["plumbing"]
-def begin_diversified(out, facts):
-    """Make the folder, or see that it was begun with these facts."""
+def check_diversified(out, facts):
+    """InputError if the folder has other things, or was begun otherwise."""
     path = out / "made.json"
     if out.exists() and not out.is_dir():
         raise InputError(f"{out} is a file; --out names a folder")
@@ -23727,9 +23907,14 @@ def begin_diversified(out, facts):
     left = unfinished_files(out, DIVERSIFIED)
     if out.exists() and {*out.iterdir()} - {*left}:
         raise InputError(f"{out} is not empty; choose another --out")
-    out.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(facts, indent=1) + "\n"
-    write_whole(path, lambda p: p.write_text(text, encoding="utf-8"))
+
+
+def note_diversified(out, facts):
+    """Write down what the folder is begun with."""
+    path, text = out / "made.json", json.dumps(facts, indent=1) + "\n"
+    if not path.exists():
+        out.mkdir(parents=True, exist_ok=True)
+        write_whole(path, lambda p: p.write_text(text, encoding="utf-8"))
 
 
 def write_lines(path, lines):
@@ -24081,6 +24266,28 @@ def flush_output():
         raise
 
 
+class Messages:
+    """Standard error; if nobody reads it any more, that stops nothing.
+
+    Ctrl-C ends `tee` as well, and training must yet be saved.
+    """
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def write(self, text):
+        with contextlib.suppress(OSError):
+            self.stream.write(text)
+        return len(text)
+
+    def flush(self):
+        with contextlib.suppress(OSError):
+            self.stream.flush()
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+
 def main(argv):
     """Run a command line, a list or one text; returns the exit status."""
     if isinstance(argv, str):
@@ -24092,6 +24299,12 @@ def main(argv):
         sys.stderr.reconfigure(errors="backslashreplace")
     if sys.stderr is None:  # closed; tqdm would take standard output
         sys.stderr = open(os.devnull, "w")
+    with contextlib.redirect_stderr(Messages(sys.stderr)):
+        return status_of(argv)
+
+
+def status_of(argv):
+    """Run a command; returns its exit status, and says why it is not 0."""
     store, patience = None, 0
     more = {
         "train": "; training goes on from its last checkpoint by --resume (if "
@@ -24158,8 +24371,8 @@ def main(argv):
 # becomes x W; `nn.Linear` keeps them transposed. The letters of the shapes are
 # those of *Start here*; a number has the shape (). In Table 1, n is the number
 # of words, d the width, and k that of a convolution. A, B, D, E, F, K, R, V,
-# W, b, g, h, k, n, r, α and ε have more than one meaning, which the place
-# tells apart.
+# W, b, d, g, h, k, n, r, w, y, z, α and ε have more than one meaning, which
+# the place tells apart.
 #
 # | symbol | meaning | shape | in the code | where |
 # |---|---|---|---|---|

@@ -100,6 +100,22 @@ def test_a_run_that_was_stopped_goes_on_with_what_is_missing(tmp_path, capsys):
     assert found[QUICK[1]]["verdict"] in book.VERDICTS
 
 
+def test_two_that_write_one_record_keep_both_findings(tmp_path, monkeypatch):
+    """The half hour of all claims may be shared by two cores."""
+    path, examine = tmp_path / "claims.json", book.entry
+
+    def meanwhile(name, full):
+        if not path.exists():
+            other = {QUICK[-1]: {"verdict": "of the other"}}
+            path.write_text(json.dumps(other), encoding="utf-8")
+        return examine(name, full)
+
+    monkeypatch.setattr(book, "entry", meanwhile)
+    assert book.main(["claims", QUICK[0], "--out", str(path)]) == 0
+    found = json.loads(path.read_text(encoding="utf-8"))
+    assert {*found} == {QUICK[0], QUICK[-1]}
+
+
 def test_a_run_begun_anew_goes_on_with_nothing_old(tmp_path, monkeypatch):
     """Stopped in its second claim; what an earlier run found is not kept."""
     path = tmp_path / "claims.json"

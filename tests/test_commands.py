@@ -1,5 +1,6 @@
 """The command line does what --help says, and says what is wrong."""
 
+import contextlib
 import io
 import itertools
 import json
@@ -1200,6 +1201,37 @@ def test_what_cannot_be_written_is_refused_before_the_work(
     assert (tmp_path / "pipe").is_fifo()
 
 
+def test_evaluate_replaces_nothing_that_it_reads(
+    capsys, own, corpus, tmp_path
+):
+    texts = Path(shutil.copytree(corpus, tmp_path / "texts"))
+    before = contents(own), contents(texts)
+    how = ["--model", own, "--corpus", texts, "--device", "cpu"]
+    for path in (own / "model.json", own / "weights.pt", texts / "test.en",
+                 texts / "train.de"):  # fmt: skip
+        for option in ("--json", "--outputs"):
+            message = refused(capsys, "evaluate", *how, option, path)
+            assert str(path) in message and "name another" in message
+    assert (contents(own), contents(texts)) == before
+    for path in (own / "test.en", texts / "figures.json"):
+        for _ in range(2):  # its own it may replace
+            how += ["--outputs" if path.suffix == ".en" else "--json", path]
+            assert run(capsys, "evaluate", *how)[0] == 0
+
+
+def test_a_write_protected_file_stays(
+    capsys, small, corpus, tmp_path, monkeypatch
+):
+    path, may = tmp_path / "figures.json", os.access
+    path.write_text("{}", encoding="utf-8")
+    monkeypatch.setattr(  # the tests may run as root, who may do all
+        os, "access", lambda p, mode: Path(p) != path and may(p, mode)
+    )
+    how = ["--model", small, "--corpus", corpus, "--json", path]
+    assert "is write-protected" in refused(capsys, "evaluate", *how)
+    assert path.read_text("utf-8") == "{}"
+
+
 def test_the_digest_is_of_the_weights_that_were_measured(
     capsys, monkeypatch, own, corpus, tmp_path
 ):
@@ -1544,6 +1576,24 @@ def test_a_larger_corpus_has_the_pairs_and_what_models_make_of_them(
     assert written["train.de"] == de + de + theirs.translate(en, 2, 0.6)
     assert written["train.en"] == en + ours.translate(de, 2, 0.6) + en
     assert lines_of(out / "val.en") == numbered("val", "en")
+
+
+def test_two_that_begin_one_larger_corpus_do_not_mix(
+    capsys, monkeypatch, pairs, small, back, tmp_path
+):
+    """The other begins after the folder was found empty."""
+    out, alone = tmp_path / "larger", book.alone
+
+    @contextlib.contextmanager
+    def late(folder):
+        with alone(folder):
+            (folder / "made.json").write_text('{"of": "the other"}')
+            yield
+
+    monkeypatch.setattr(book, "alone", late)
+    message = refused(capsys, *diversify(pairs, out, small, back))
+    assert "begun with another corpus" in message
+    assert contents(out) == {"made.json": b'{"of": "the other"}'}
 
 
 def test_each_model_that_makes_pairs_has_one_writer(
@@ -2243,7 +2293,18 @@ def test_a_folder_without_a_model_is_named(
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"{", b"[]", b"null", b"{}", b'{"config": 3}', b"\xff"]
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b"{}",
+        b'{"config": 3}',
+        b"\xff",
+        b"[" * 99999,
+    ],
+    ids=lambda content: repr(content[:15]),
 )
 def test_a_description_that_is_damaged_is_named(capsys, own, content):
     (own / "model.json").write_bytes(content)
@@ -2262,7 +2323,28 @@ def test_a_setting_of_another_kind_is_named(capsys, own, changes):
     assert str(own / "model.json") in message and "damaged" in message
 
 
-@pytest.mark.parametrize("words", [{"a": 1}, "abc", [["a"]], 7])
+@pytest.mark.parametrize(
+    "changes", [{"N": 10**8}, {"d_model": 10**12}, {"d_ff": 2**63}], ids=repr
+)
+def test_a_model_larger_than_its_weights_is_not_built(capsys, own, changes):
+    """It would take all memory, and a stranger may have sent it."""
+    facts = json.loads((own / "model.json").read_text(encoding="utf-8"))
+    edit(own, config=facts["config"] | changes)
+    assert "weights.pt is not of the model" in refused(capsys, *using(own))
+
+
+@pytest.mark.parametrize("language", ["punctuation", "tokenizer_exceptions"])
+def test_a_language_named_as_a_module_of_spacy_has_no_rules(language):
+    assert book.tokenize("So.", language) == book.tokenize("So.", "xx")
+
+
+def test_word_pieces_that_are_none_are_named(capsys, own):
+    (own / "pieces.model").write_bytes(b"no pieces")
+    edit(own, pieces=book.sha256(own / "pieces.model"))
+    assert "no word pieces of sentencepiece" in refused(capsys, *using(own))
+
+
+@pytest.mark.parametrize("words", [{"a": 1}, "abc", [["a"]], 7, ["\ud800"]])
 def test_words_that_are_none_are_named(capsys, own, words):
     edit(own, tgt_words=words)
     message = refused(capsys, *using(own))

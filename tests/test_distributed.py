@@ -261,6 +261,21 @@ def test_a_launch_is_forgotten_when_its_run_has_ended(whole):
     assert not (whole / "launch").exists()
 
 
+def test_a_file_called_launch_of_something_else_stays(
+    capsys, corpus, tmp_path, monkeypatch
+):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "launch").write_text("my script", encoding="utf-8")
+    message = refused(capsys, *training_command(corpus, out, 1))
+    assert str(out / "launch") in message and "something else" in message
+    assert (out / "launch").read_text("utf-8") == "my script"
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # one that was killed
+    (out / "launch").unlink()
+    book.note_launch(out)
+    book.refuse_other_model(out)
+
+
 def test_each_process_draws_its_own_dropout(plain, whole):
     """Without dropout nothing is drawn: there, states are as they began."""
     for folder in (plain.folder / "run", whole):

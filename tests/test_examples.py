@@ -10,6 +10,7 @@ import sys
 from functools import cache, partial
 from pathlib import Path
 
+import torch
 from test_checks import SOURCE, load
 
 import annotated_transformer as book
@@ -104,3 +105,18 @@ def test_a_script_does_not_run_its_examples():
     assert done.stdout == "0\n"
     assert len(book.EXAMPLES) > 20
     assert len(book.CHECKS) > 15
+
+
+def test_post_norm_loses_the_gradient_in_cross_attention_alone():
+    """The other sub-layers hand back what their norms take."""
+    for seed in range(3):
+        torch.manual_seed(seed)
+        model = book.tiny_model(N=6, d_model=64, d_ff=128)
+        notes = book.note_norms(model.encoder), book.note_norms(model.decoder)
+        book.backward_of_digits(model)
+        encoder, decoder = map(book.passed_on, notes, (2, 3))
+        for spread, norm, _ in (*encoder, *decoder):
+            torch.testing.assert_close(norm, 1 / spread, rtol=0.05, atol=0)
+        (_, _, own), (_, taken, cross), (_, _, network) = decoder
+        torch.testing.assert_close(cross, taken, rtol=0.05, atol=0)
+        assert cross < 0.8 < min(own, network, *encoder[:, 2])

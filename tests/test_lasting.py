@@ -269,6 +269,33 @@ def test_a_run_that_is_asked_to_stop_saves_first(
     assert same_run(out, whole)
 
 
+class Deaf:
+    """A standard error whose reader, `tee` say, has gone."""
+
+    encoding = "utf-8"
+
+    def write(self, text=""):
+        raise BrokenPipeError
+
+    flush = write
+
+
+def test_a_run_that_nobody_listens_to_is_saved_all_the_same(
+    few, whole, tmp_path, monkeypatch
+):
+    """Ctrl-C ends the whole pipeline, and `tee` before its update is done."""
+    out = tmp_path / "asked"
+    with monkeypatch.context() as patch:
+        signalled(patch, 5, signal.SIGINT)
+        patch.setattr(sys, "stderr", Deaf())
+        command = map(str, training_command(few, out, 12, *LEVERS))
+        assert book.main([*command]) == 130
+        assert isinstance(sys.stderr, Deaf)
+    assert checkpoint(out)["step"] == 6
+    resume(few, out, 12, *LEVERS)
+    assert same_run(out, whole)
+
+
 def test_each_layer_is_saved_and_comes_back(few, tmp_path, monkeypatch):
     """Its weights, their average and what the optimizer knows of them."""
     write_little(monkeypatch)
@@ -968,13 +995,13 @@ def test_only_snapshots_are_snapshots(few, small, tmp_path):
     ]  # fmt: skip
 
 
-def test_two_processes_may_write_one_file(tmp_path, monkeypatch):
+def test_two_processes_may_write_one_file(tmp_path):
+    """Of one number, as in two containers."""
     path = tmp_path / "pairs.pt"
 
     def write(unfinished):
         with unfinished.open("w", encoding="utf-8") as file:
             file.write("who")  # and meanwhile another writes all of it
-            monkeypatch.setattr(os, "getpid", lambda: 2)
             book.write_whole(path, lambda p: p.write_text("other", "utf-8"))
             file.write("le")
 

@@ -460,6 +460,22 @@ def test_killed_while_encoding_it_leaves_nothing(folder, tmp_path):
     assert same(checkpoint(out), checkpoint(whole))
 
 
+@pytest.mark.parametrize("content", ["tensors", "an object", "text"])
+def test_a_file_of_something_else_stays(capsys, folder, tmp_path, content):
+    out = tmp_path / "out"
+    out.mkdir()
+    path = out / "pairs.pt"
+    if content == "text":
+        path.write_text("my pairs", encoding="utf-8")
+    else:
+        mine = torch.ones(3) if content == "tensors" else {1}
+        torch.save({"mine": mine}, path)
+    before = contents(out)
+    message = refused(capsys, *training_command(folder, out, 1, *LEARNED))
+    assert str(path) in message and "something else" in message
+    assert contents(out) == before
+
+
 @pytest.mark.parametrize("damage", ["cut off", "empty", "other", "shorter"])
 def test_a_damaged_file_is_made_anew(folder, tmp_path, damage):
     whole = trained(folder, tmp_path / "whole", 4, *LEARNED)

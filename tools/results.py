@@ -238,7 +238,11 @@ def publish(args):
     log = Path(args.log or run / "log.jsonl")
     if not log.exists():
         sys.exit(f"no {log}; name one by --log (a mean has none of its own)")
+    if (folder / "README.md").exists() != (folder / "model.json").exists():
+        sys.exit(f"{folder} is no published model, and not empty")
     log, how = log.read_text(encoding="utf-8"), result["val"]
+    if "alpha" not in how:
+        sys.exit(f"results/{args.name}.json is greedy; record it with a beam")
     kept = ("preset", "recipe", "step", "val_bleu", "data", "mean_of")
     translator = book.load_translator(run)
     book.save_translator(
