@@ -9002,17 +9002,16 @@ def onednn_products_are_the_same():
 # fast as those of 32, a few several times as fast. In `bfloat16` a number
 # keeps its range and loses digits: 8 bits of precision, where a `float32` has
 # 24. So only products with weights are rounded, in training: their factors and
-#     their results, not the sums on the way. All else (but what is between the
-#     two maps of a feed-forward network, see below) is in 32 bits: the weights
-#     themselves, Adam's two means, norms, and attention's own two products
-#     with the softmax between them. (On a GPU attention is in 16 bits as well:
-#     queries, keys and values have just been rounded anyway. And why not
-#     `float16`? It has 11 bits of precision, but loses them below 6 · 10⁻⁵,
-#     and many gradients are smaller. So the loss is multiplied by a large
-#     number there, and the gradient divided by it, as torch's `GradScaler`
-#     does. `torch.autocast` would choose by itself what to round; here it is
-#     written out.) The model stays as it is: its linear maps change their
-#     class, not their weights.
+# their results, not the sums on the way. All else (but what is between the two
+# maps of a feed-forward network, see below) is in 32 bits: the weights
+# themselves, Adam's two means, norms, and attention's own two products with
+# the softmax between them. (On a GPU attention is in 16 bits as well: queries,
+# keys and values have just been rounded anyway. And why not `float16`? It has
+# 11 bits of precision, but loses them below 6 · 10⁻⁵, and many gradients are
+# smaller. So the loss is multiplied by a large number there, and the gradient
+# divided by it, as torch's `GradScaler` does. `torch.autocast` would choose by
+# itself what to round; here it is written out.) The model stays as it is: its
+# linear maps change their class, not their weights.
 
 
 # %%
@@ -9157,8 +9156,8 @@ def half_network_loses_no_more():
 # its data sheet does not tell: one of the two Intel Xeons of the benchmarks
 # has instructions for products in 16 bits, but its virtual machine hides the
 # matrix units (AMX) that the other has, and it is slower with 16 bits than
-# with 32. So the command line's `train` tries the ways for some milliseconds.
-# It asks oneDNN where that is clearly faster; and its recipe for small
+# with 32. So the command line's `train` tries the ways, for about a tenth of a
+# second. It asks oneDNN where that is clearly faster; and its recipe for small
 # machines, `--preset laptop` (*The command line*), takes 16 bits where they
 # are faster still. With `--half` or `--onednn` you decide, and nothing is
 # tried; `--no-half` and `--no-onednn` each forbid one of the two, and the
@@ -20158,13 +20157,13 @@ def first():
 # all shares are nearly equal work. The update is then the same update, however
 # many processes there are, up to rounding and to dropout, for which each
 # process draws random numbers of its own. (This is so at the same
-# `--max-tokens`. By default each process takes 4,096 places at a time, and an
-# update of base or big is as many such rounds as come nearest to 25,000
-# places; by the number of processes these are 20,480 to 32,768. Give
-# `--max-tokens` yourself if runs are to agree.) If a batch has fewer sentences
-# than there are processes, some have nothing to do. But everyone must take
-# part in the sum, so they take one sentence without its labels, whose gradient
-# is zero.
+# `--max-tokens`. By default each process takes 4,096 places at a time, all
+# together at most 25,000, and an update of base or big is as many such rounds
+# as come nearest to 25,000; by the number of processes these are 20,480 to
+# 32,768 places. Give `--max-tokens` yourself if runs are to agree.) If a batch
+# has fewer sentences than there are processes, some have nothing to do. But
+# everyone must take part in the sum, so they take one sentence without its
+# labels, whose gradient is zero.
 
 
 # %%
@@ -20314,14 +20313,15 @@ def two_processes_add_up():
 # be another gradient.)
 #
 # In training, PyTorch's class `DistributedDataParallel` does the sending. It
-# watches a module's call, and when autograd has finished a gradient, sends it
-# off while others are still being computed. In `backward_in_slices` autograd
+# watches a module's call and gathers the gradients that autograd has finished
+# in *buckets*: one of a megabyte, then of 25. A full bucket is sent off while
+# other gradients are still being computed. In `backward_in_slices` autograd
 # starts from the states, so the call to watch is the one that computes them:
-# `States`, below. Each gradient is sent as soon as autograd is done with it.
-# The matrix of words gets a part of its gradient from the logits; autograd has
-# been given that part, so it waits for both. (The module holds the model's
-# weights and nothing else: its tables, such as that of positions, never change
-# and need no sending.)
+# `States`, below. (The 10 MB of tiny are two buckets, so there little is sent
+# meanwhile.) The matrix of words gets a part of its gradient from the logits;
+# autograd has been given that part, so it waits for both. (The module holds
+# the model's weights and nothing else: its tables, such as that of positions,
+# never change and need no sending.)
 
 
 # %%
@@ -20780,13 +20780,13 @@ def speaks_for_all(store):
 # | en-de 9 | 41.1±0.1 | 42.8 | 40.7 | 65.2 | 10 | 13.5+5.5 | 0–2 | 2 | 305 |
 # | en-de 10 | 40.8±0.3 | 42.6 | 40.4 | 65.0 | 10 | 4.8 | 0–2 | 2 | 43 |
 # | en-de 11 | 41.0 | 43.0 | 40.6 | 65.2 | 10 | 4.8+4.8 | 0 | 2 | 85 |
-# | en-de 12, wide | 41.7±0.5 | 43.3 | 41.3 | 65.5 | 10 | 4.8 | 0–2 | 2 | 115 |
+# | en-de 12, wide | 41.7±0.5 | 43.3 | 41.3 | 65.5 | 10 | 4.8 | 0–2 | 2* | 115 |
 # | en-fr 1 | 59.3 | 57.3 | 59.2 | 75.0 | 5 | 20 | 0 | 1 | 111 |
 # | en-fr 2 | 59.6 | 58.7 | 59.5 | 75.4 | 10 | 16 | 0 | 1 | 87 |
 # | en-fr 3 | 60.5±0.6 | 59.2 | 60.3 | 75.8 | 10 | 6.5 | 0–2 | 2 | 120 |
 # | en-fr 4 | 60.3 | 59.4 | 60.2 | 75.8 | 10 | 2+4 | 0 | 2 | 124 |
 # | en-fr 5 | 61.4 | 60.1 | 61.2 | 76.4 | 10 | 6.5+4 | 0, 2 | 2 | 159 |
-# | en-fr 6, wide | 62.1±0.2 | 60.6 | 62.0 | 76.7 | 10 | 4.8 | 0–2 | 2 | 184 |
+# | en-fr 6, wide | 62.1±0.2 | 60.6 | 62.0 | 76.7 | 10 | 4.8 | 0–2 | 2* | 184 |
 # | fr-en 1 | 52.0 | 51.1 | 51.6 | 67.2 | 5 | 14 | 0 | 2 | 32 |
 #
 # <details><summary>The files and the commits of each line</summary>
@@ -20851,9 +20851,9 @@ def speaks_for_all(store):
 #   and 2), a part of 12 and, small ones, seed 1 of 1 to German, and beside
 #   line 3 (seeds 1 and 2) and parts of 4 and 6 to French. Seed 2 of line 6 to
 #   French was often stopped for them; without it the mean is 106 minutes.
-# * *Cores* are those that a run had; where it is 1, the other was busy with
-#   something else (and the English-French run of 5,000 pieces had to share
-#   even that one at times).
+# * *Cores* are those that a run had (with a star, one of the runs had one core
+#   for a time); where it is 1, the other was busy with something else (and the
+#   English-French run of 5,000 pieces had to share even that one at times).
 # * The file of each line, or seed, has its command.
 # * While a model trains, validation takes the first 1,000 of the 1,014
 #   sentences, greedily; scores with a beam are of all. So one model may have a
