@@ -10127,7 +10127,7 @@ class Product:
             y = multiply.default(x, self.packed, self.bias, then, [], "")
         else:
             y = self.multiply(x)
-        return y.to(self.result) if plus is None else plus + y
+        return (y if plus is None else plus + y).to(self.result)
 
     def multiply(self, x):
         """In 8 bits, on another device, or with a PyTorch without oneDNN."""
@@ -10311,7 +10311,10 @@ def written_otherwise(model, begin, places=24, seed=0):
     src, tgt = random_texts(model, places, seed)
     exact = torch.autocast(src.device.type, enabled=False)
     with evaluating(model), exact:
-        whole, cache = model(src, tgt), begin(src)
+        whole = model(src, tgt)
+        if whole.isnan().any():
+            raise InputError(NOT_A_NUMBER)
+        cache = begin(src)
         found = torch.stack([cache.read(words) for words in tgt.T], 1)
     return float((found - whole).abs().mean() / whole.std())
 
@@ -10359,6 +10362,8 @@ class Writer:
         try:
             self.lay_out(kind)
             far = written_otherwise(model, self.begin)
+        except InputError:
+            raise
         except OTHERWISE as error:
             if out_of_memory(error):
                 raise
@@ -10386,6 +10391,9 @@ class Writer:
     def begin(self, src, width=1):
         """A cache for (A, S) source ids, of which nothing is written yet."""
         src = F.pad(src, (0, max(0, LEAST - src.size(1))), value=PAD)
+        if (nothing := (src == PAD).all(1)).any():  # something must be seen
+            src = src.clone()
+            src[nothing, 0] = EOS
         (A, S), h, start = src.shape, self.h, 0
         table = self.model.src_embedding.weight
         source = [
@@ -18186,6 +18194,8 @@ def is_the_books(model, table=None):
         if out_of_memory(error):
             raise
         return False
+    if one.isnan().any():
+        raise InputError(NOT_A_NUMBER)
     return bool((one - two).abs().mean() < 0.002 * one.std())
 
 
@@ -20780,13 +20790,13 @@ def speaks_for_all(store):
 # | en-de 9 | 41.1±0.1 | 42.8 | 40.7 | 65.2 | 10 | 13.5+5.5 | 0–2 | 2 | 305 |
 # | en-de 10 | 40.8±0.3 | 42.6 | 40.4 | 65.0 | 10 | 4.8 | 0–2 | 2 | 43 |
 # | en-de 11 | 41.0 | 43.0 | 40.6 | 65.2 | 10 | 4.8+4.8 | 0 | 2 | 85 |
-# | en-de 12, wide | 41.7±0.5 | 43.3 | 41.3 | 65.5 | 10 | 4.8 | 0–2 | 2* | 115 |
+# | en-de 12, wide | 41.7±0.5 | 43.3 | 41.3 | 65.5 | 10 | 4.8 | 0–2 | 2 | 115 |
 # | en-fr 1 | 59.3 | 57.3 | 59.2 | 75.0 | 5 | 20 | 0 | 1 | 111 |
 # | en-fr 2 | 59.6 | 58.7 | 59.5 | 75.4 | 10 | 16 | 0 | 1 | 87 |
 # | en-fr 3 | 60.5±0.6 | 59.2 | 60.3 | 75.8 | 10 | 6.5 | 0–2 | 2 | 120 |
 # | en-fr 4 | 60.3 | 59.4 | 60.2 | 75.8 | 10 | 2+4 | 0 | 2 | 124 |
 # | en-fr 5 | 61.4 | 60.1 | 61.2 | 76.4 | 10 | 6.5+4 | 0, 2 | 2 | 159 |
-# | en-fr 6, wide | 62.1±0.2 | 60.6 | 62.0 | 76.7 | 10 | 4.8 | 0–2 | 2* | 184 |
+# | en-fr 6, wide | 62.1±0.2 | 60.6 | 62.0 | 76.7 | 10 | 4.8 | 0–2 | 2 | 184 |
 # | fr-en 1 | 52.0 | 51.1 | 51.6 | 67.2 | 5 | 14 | 0 | 2 | 32 |
 #
 # <details><summary>The files and the commits of each line</summary>
@@ -20851,8 +20861,9 @@ def speaks_for_all(store):
 #   and 2), a part of 12 and, small ones, seed 1 of 1 to German, and beside
 #   line 3 (seeds 1 and 2) and parts of 4 and 6 to French. Seed 2 of line 6 to
 #   French was often stopped for them; without it the mean is 106 minutes.
-# * *Cores* are those that a run had (with a star, one of the runs had one core
-#   for a time); where it is 1, the other was busy with something else (and the
+# * *Cores* are those that a run had (seed 1 of line 12 to German only one of
+#   them for 1,105 updates, seed 0 of line 6 to French for the first 1,107);
+#   where it is 1, the other was busy with something else (and the
 #   English-French run of 5,000 pieces had to share even that one at times).
 # * The file of each line, or seed, has its command.
 # * While a model trains, validation takes the first 1,000 of the 1,014
@@ -23706,7 +23717,9 @@ def tell_what_is_odd(args, translator, pairs):
     if args.split != "val" or has_validation(args.corpus, *languages):
         return
     found = digest_of([p[::-1] for p in pairs] if args.reverse else pairs)
-    if load_description(Path(args.model)).get("val", found) != found:
+    held = load_description(Path(args.model)).get("val", found)
+    held = held if isinstance(held, list) else [held]  # of a mean, of each
+    if held != [found]:
         say(f"note: {args.corpus} has no val files, and the pairs that are "
             "held out of it are not those that were held out in training: the "
             "model may have learned from some of them")  # fmt: skip
@@ -23732,11 +23745,11 @@ def check_not_read(args, translator):
     own = r"model\.json|pieces\.model|.*\.pt|log\.jsonl"
     texts = rf".*\.({re.escape(translator.src)}|{re.escape(translator.tgt)})"
     corpus = {"multi30k": "data/multi30k"}.get(args.corpus, args.corpus)
-    read = {args.model: own, args.back: own, corpus: texts + r"(\.gz)?"}
-    read.pop(None, None)
+    read = [(args.model, own), (corpus, texts + r"(\.gz)?")]
+    read += [(args.back, own)] if args.back else []
     for name in filter(None, (args.json, args.outputs)):
         path = Path(name).resolve()
-        for folder, names in read.items():
+        for folder, names in read:
             here = path.exists() and path.parent == Path(folder).resolve()
             if here and re.fullmatch(names, path.name):
                 raise InputError(
@@ -23873,8 +23886,13 @@ def run_average(args):
                 "of no use; train both with --from the same model"
             )
     translators[0].model.load_state_dict(average_weights(states))
+    held = set()  # digests of what was held out, of a mean already several
+    for folder in folders:
+        known = load_description(folder).get("val", [])
+        held |= {known} if isinstance(known, str) else {*known}
+    held = {"val": sorted(held)} if held else {}
     with whole_folder(out) as unfinished:
-        save_translator(translators[0], unfinished, mean_of=digests)
+        save_translator(translators[0], unfinished, mean_of=digests, **held)
     say(f"done: {out}, the mean of {len(states)} models")
 
 

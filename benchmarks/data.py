@@ -146,7 +146,9 @@ def main():
         return measure(args.measure, args.pieces)
     from machine import machine, write_figures
 
-    facts, rows = machine({"pairs": args.pairs, "pieces": args.pieces}), []
+    rows = []
+    facts = machine({"pairs": args.pairs, "pieces": args.pieces})
+    facts = {"machine": facts, "pieces": args.pieces, "rows": rows}
     for pairs in args.pairs:
         with tempfile.TemporaryDirectory() as name:
             synthesize(Path(name), pairs)
@@ -155,8 +157,7 @@ def main():
         if second["seconds"]["encode"] >= first["seconds"]["encode"]:
             print("note: the second start encoded no faster than the first")
         rows.append({"first": first, "second": second})
-    facts = {"machine": facts, "pieces": args.pieces, "rows": rows}
-    write_figures(args.json, facts)
+        write_figures(args.json, facts)
 
 
 if __name__ == "__main__":

@@ -254,7 +254,7 @@ def main(argv=None):
         for width in (1, 5):
             choice = sizes[:1] if args.quick else sizes
             rows += measure(title, model, sources, choice, width, rounds)
-    write_figures(args.json, {"machine": facts, "rows": rows})
+            write_figures(args.json, {"machine": facts, "rows": rows})
     return rows
 
 

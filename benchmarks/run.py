@@ -189,6 +189,7 @@ def main(argv=None):
     home = ROOT / ("results" if args.corpus else "build")
     home.mkdir(exist_ok=True)
     results = dict.fromkeys(("training", "decoding_peers"), {"rows": []})
+    failed = []
     with tempfile.TemporaryDirectory() as scratch:
         home = Path(scratch) if args.quick else home
         for part in args.only or PARTS:
@@ -203,9 +204,13 @@ def main(argv=None):
             print(f"\n{script.name}", flush=True)
             options = [*options_of(part, args), "--json", str(file)]
             command = [sys.executable, str(script), *options]
-            subprocess.run(command, check=True)
-            results[part] = json.loads(file.read_text("utf-8"))
+            if subprocess.run(command).returncode:  # the others are measured
+                failed.append(part)
+            else:
+                results[part] = json.loads(file.read_text("utf-8"))
     table(results)
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
     return results
 
 

@@ -454,3 +454,17 @@ def test_a_model_of_nan_is_an_error_and_no_empty_text(first):
         book.beam_search(model, src, width=4, first=first)
     with pytest.raises(book.InputError, match="restore its weights.pt"):
         book.greedy(model, src)
+
+
+@pytest.mark.parametrize("value", [math.nan, 1e30])
+def test_a_model_of_nan_is_not_called_a_changed_one(tmp_path, value):
+    """By a Translator, which takes a Writer, and where it is saved."""
+    translator = book.load_translator(book.published_model())
+    layer = translator.model.encoder.layers[0].feed_forward
+    layer.W_1.weight.data[3, 5] = value
+    for use in (
+        lambda: translator.translate(["Ein Hund rennt."], 1),
+        lambda: book.save_translator(translator, tmp_path / "out"),
+    ):
+        with pytest.raises(book.InputError, match="restore its weights.pt"):
+            use()

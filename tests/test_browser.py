@@ -280,6 +280,36 @@ def test_without_scripts_all_can_be_read(browser, address, width):
         heading.click(trial=True, timeout=5000)
 
 
+def test_a_wide_formula_is_read_from_its_beginning(browser, address):
+    """It scrolls; what lies left of its box nobody could reach."""
+    with visit(browser, address, 390) as page:
+        page.set_viewport_size({"width": 320, "height": 640})
+        formulas = page.query_selector_all(".maths")
+        left = "box => box.getBoundingClientRect().left"
+        wider = 0
+        for formula in formulas:
+            first = formula.query_selector("math")
+            assert first.evaluate(left) >= formula.evaluate(left) - 1
+            wider += formula.evaluate("b => b.scrollWidth > b.clientWidth")
+        assert wider
+
+
+def test_a_wide_chart_fits_its_room_when_that_gets_less(browser, address):
+    with visit(browser, address, 1920) as page:
+        figure = page.query_selector("figure.chart.wide")
+        figure.scroll_into_view_if_needed()
+        page.wait_for_selector("figure.chart.wide.drawn")
+        drawn = (
+            "f => f.querySelector('.live svg').getBoundingClientRect().width"
+        )
+        before = figure.evaluate(drawn)
+        page.set_viewport_size({"width": 1300, "height": 900})
+        page.wait_for_function(
+            f"f => ({drawn})(f) <= f.clientWidth", arg=figure
+        )
+        assert figure.evaluate(drawn) < before
+
+
 @pytest.mark.parametrize("width", [320, 360])
 def test_on_a_small_telephone_the_page_is_as_wide_as_it(
     browser, address, width

@@ -1213,7 +1213,13 @@ def test_evaluate_replaces_nothing_that_it_reads(
             message = refused(capsys, "evaluate", *how, option, path)
             assert str(path) in message and "name another" in message
     assert (contents(own), contents(texts)) == before
-    for path in (own / "test.en", texts / "figures.json"):
+    for path in texts.iterdir():  # a model and its corpus in one folder
+        shutil.copy(path, own)
+    how[3] = own
+    path = own / "model.json"
+    assert str(path) in refused(capsys, "evaluate", *how, "--json", path)
+    how[3] = texts
+    for path in (own / "figures.en", texts / "figures.json"):
         for _ in range(2):  # its own it may replace
             how += ["--outputs" if path.suffix == ".en" else "--json", path]
             assert run(capsys, "evaluate", *how)[0] == 0
@@ -1455,6 +1461,15 @@ def test_it_is_told_if_other_pairs_are_held_out_than_in_training(
         for path in folder.iterdir() if split == "train" else ():
             path.write_text(f"more\n{path.read_text('utf-8')}", "utf-8")
     assert notes == [False, False, True]
+    other = shutil.copytree(out, tmp_path / "other")
+    moved = {k: 1.01 * w for k, w in weights(other).items()}
+    torch.save(moved, other / "weights.pt")
+    means = tmp_path / "mean", tmp_path / "mean of means"
+    for mean, parts in zip(means, ([out, other], [means[0], other])):
+        assert run(capsys, *average(mean, *parts))[0] == 0
+        how[1] = mean
+        status, _, errors = run(capsys, "evaluate", *how, "--split", "val")
+        assert status == 0 and "may have learned from some" in errors
 
 
 def test_evaluate_counts_what_the_model_cannot_know(

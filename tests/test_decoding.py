@@ -479,6 +479,9 @@ def test_sentences_of_nothing_but_padding_disturb_no_others():
         outputs = book.greedy(model, src, 5, begin)
         alone = book.greedy(model, src[:1], 5, begin)
         assert len(outputs) == 67 and outputs[:64] == alone * 64
+        assert book.UNK not in outputs[66]
+        outputs = book.beam_search(model, src, 2, 0.6, 5, begin)
+        assert outputs[0][0].tokens == outputs[63][0].tokens
 
 
 # ------------------------------------- beam search, see also test_beam.py
@@ -567,3 +570,11 @@ def test_sizes_and_updates_are_whole_numbers():
     ):  # fmt: skip
         with pytest.raises(book.InputError, match="whole number"):
             make()
+
+
+def test_a_writer_may_be_more_exact_than_the_weights():
+    translator = book.load_translator(book.published_model())
+    usual = translator.translate(["Ein Hund rennt über die Wiese."], 4)
+    translator.kind = torch.double
+    text = ["Ein Hund rennt über die Wiese."]
+    assert translator.translate(text, 4) == usual

@@ -472,7 +472,8 @@ def test_drawings_have_both_themes_colours(monkeypatch, tmp_path):
     module.write_text(f"COLOURS = {{'d-line': {pairs}}}")
     monkeypatch.setattr(prose, "DRAWINGS", module)
     assert prose.drawing_colours().split("\n")[0] == (
-        ".picture .d-line { fill: none; stroke: light-dark(#111, #eee); }"
+        ".picture .d-line { fill: none; stroke: #111; "
+        "stroke: light-dark(#111, #eee); }"
     )
 
 

@@ -2,6 +2,7 @@
 
 import ast
 import base64
+import io
 import re
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ from bs4 import BeautifulSoup
 from nbconvert import HTMLExporter, ScriptExporter
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from PIL import Image
 
 import annotated_transformer as book
 from tools import notebook
@@ -154,6 +156,15 @@ def test_pictures_go_in_and_come_out_again():
     inside = notebook.embedded(text, {})
     assert "![What one sees.][heads]" in inside and len(inside) > 5000
     assert notebook.with_paths(inside) == text
+
+
+def test_the_corners_of_a_picture_are_white():
+    """Its card is rounded, and what is outside of it has no colour."""
+    pictures = notebook.stored_pictures().values()
+    for data in pictures:
+        image = Image.open(io.BytesIO(base64.b64decode(data))).convert("RGB")
+        assert image.getpixel((0, 0)) == (255, 255, 255)
+    assert len(pictures) > 4
 
 
 def test_titles_become_links_and_come_out_again():

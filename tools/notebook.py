@@ -121,7 +121,7 @@ def embedded(text, drawn):
         if not path.exists():
             sys.exit(f"{path.name} is missing; tools/drawings.py draws it")
         svg = path.read_text(encoding="utf-8")
-        key = f"{SCALE} {COLOURS} {svg}".encode()
+        key = f"on white {SCALE} {COLOURS} {svg}".encode()
         origin = hashlib.sha256(key).hexdigest()
         if origin not in drawn:
             png = vl_convert.svg_to_png(svg, SCALE)
@@ -171,7 +171,13 @@ def write(book, path):
     text = nbformat.writes(book) + "\n"
     size = len(text.encode("utf-8"))
     if size > MAX_BYTES:
-        sys.exit(f"{path.name}: {size:,} bytes, over {MAX_BYTES:,}; draw less")
+        kept = ROOT / "build" / "too-large.ipynb"
+        kept.parent.mkdir(exist_ok=True)
+        kept.write_text(text, encoding="utf-8", newline="\n")
+        sys.exit(
+            f"{path.name}: {size:,} bytes, over {MAX_BYTES:,}; draw less "
+            f"(it is kept as {kept.relative_to(ROOT)})"
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
     part.write_text(text, encoding="utf-8", newline="\n")
@@ -201,10 +207,15 @@ def execute(path):
     """
     book = read_source()
     lines = first_lines(book)
+    # This Python's kernel, and not one that a user's settings call the same.
+    os.environ.pop("JUPYTER_PATH", None)
+    os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"
     client = NotebookClient(
         book,
         kernel_name="python3",
         timeout=CELL_SECONDS,
+        iopub_timeout=CELL_SECONDS,  # on a busy machine outputs come late
+        raise_on_iopub_timeout=True,
         record_timing=False,
         coalesce_streams=True,
         extra_arguments=["--log-level=ERROR"],
@@ -266,7 +277,9 @@ def smaller(picture, origin=None):
     With `origin`, the picture itself says what it was painted from.
     """
     image = Image.open(io.BytesIO(base64.b64decode(picture)))
-    shades = image.convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
+    white = Image.new("RGBA", image.size, "white")  # else corners are black
+    opaque = Image.alpha_composite(white, image.convert("RGBA"))
+    shades = opaque.convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
     data = io.BytesIO()
     resolution = image.info.get("dpi")
     kept = {"dpi": resolution} if resolution else {}

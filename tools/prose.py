@@ -131,7 +131,8 @@ class Prose:
             "code_inline",
         ):
             self.markdown.add_render_rule(kind, self.rule(kind))
-        self.taken, self.headings, self.open = set(), [], []
+        self.headings, self.open = [], []
+        self.taken = {"text", "contents", "library"}  # by the page itself
         self.sections, self.equations, self.titles = {}, {}, {}
         self.tokens = {}
         for cell in cells:
@@ -449,7 +450,7 @@ def drawing_colours():
         rules += f".picture .{name} {{"
         for key, (light, dark) in properties.items():
             same = light == dark  # perhaps "none", which is no colour
-            value = light if same else f"light-dark({light}, {dark})"
-            rules += f" {key}: {value};"
+            rules += f" {key}: {light};"  # for older browsers, too
+            rules += "" if same else f" {key}: light-dark({light}, {dark});"
         rules += " }\n"
     return rules

@@ -238,13 +238,18 @@ def publish(args):
     log = Path(args.log or run / "log.jsonl")
     if not log.exists():
         sys.exit(f"no {log}; name one by --log (a mean has none of its own)")
-    if (folder / "README.md").exists() != (folder / "model.json").exists():
-        sys.exit(f"{folder} is no published model, and not empty")
+    if (folder / "README.md").exists() > (folder / "model.json").exists():
+        sys.exit(f"{folder} is no published model, and has a README.md")
     log, how = log.read_text(encoding="utf-8"), result["val"]
     if "alpha" not in how:
         sys.exit(f"results/{args.name}.json is greedy; record it with a beam")
     kept = ("preset", "recipe", "step", "val_bleu", "data", "mean_of")
     translator = book.load_translator(run)
+    languages = translator.src, translator.tgt
+    parts = {
+        part: book.corpus_part(args.corpus, part, *languages)
+        for part in ("val", TEST)
+    }
     book.save_translator(
         translator,
         folder,
@@ -254,9 +259,7 @@ def publish(args):
     )
     (folder / "log.jsonl").write_text(log, encoding="utf-8")
     again, rows = book.load_translator(folder), []
-    languages = again.src, again.tgt
-    for part in ("val", TEST):
-        pairs = book.corpus_part(args.corpus, part, *languages)
+    for part, pairs in parts.items():
         m, _ = book.measure(again, pairs, how["beam"], how["alpha"])
         rows.append(
             f"| `{part}` | {m['bleu']:.2f} | {cased_of(m)} | "
@@ -454,14 +457,14 @@ def reading(args):
         pairs = book.corpus_part(args.corpus, part, *way)
         if args.chosen:
             beam, weight = args.chosen
+            wanted = {(4, None), (int(beam), 0.0), (int(beam), weight)}
             rows = [
                 row
                 for row in facts["rows"]
                 if row["model"] == Path(folder).name
-                and (row["beam"], row["back_weight"])
-                in ((4, None), (int(beam), 0.0), (int(beam), weight))
+                and (row["beam"], row["back_weight"]) in wanted
             ]
-            if len(rows) < 3:
+            if len(rows) < len(wanted):
                 sys.exit(f"{folder}: validation has no such beam and weight")
         else:
             rows = [
@@ -532,6 +535,8 @@ def voting(args):
     settings = VOTES
     if args.chosen:
         beam, power = int(args.chosen[0]), args.chosen[1]
+        if power not in VOTES.get(beam, ()):
+            sys.exit("--chosen: validation has no such beam and power")
         settings = {4: (None,)}
         settings[beam] = (*settings.get(beam, ()), power)
     rows = {
@@ -567,6 +572,8 @@ def voting(args):
                         | {"beam": beam, "power": power},
                     )
                     row[part] = scores_of(outputs, references, way[1])
+                    if not args.chosen:  # of the model before
+                        row.pop(TEST, None)
                     plain = plain or outputs
                     if args.chosen and outputs is not plain:
                         row[part]["p"] = paired_p(outputs, plain, references)
@@ -679,13 +686,14 @@ def cores(result):
     return {"one": 1, "two": 2}[result["device"].split()[0]]
 
 
-def multi30k_table():
+def multi30k_table(starred=False):
     """Return the lines of the table of trained models.
 
     The lines of each pair are numbered, as the text speaks of them. Runs of
     one recipe that differ in the seed, and had as many cores, share a line:
     their means, and the deviation of what counts most. (Whether their
-    products had 16 bits, and who multiplied, does not part them.)
+    products had 16 bits, and who multiplied, does not part them.) With
+    `starred`, minutes have a star where a run had, for a time, but one core.
     """
     lines = [
         "| line | test | val. | cased | chrF | pieces | steps | seed "
@@ -724,7 +732,6 @@ def multi30k_table():
             seeds = [f"{seeds[0]}–{seeds[-1]}"]
         seeds = ", ".join(map(str, seeds))
         [machines] = {with_before(r, cores) for r in runs}
-        for_a_time = any("one of them" in r["device"] for r in runs)
         minutes = round(
             statistics.fmean(
                 sum(stage["minutes"] for stage in stages(r)) for r in runs
@@ -734,7 +741,9 @@ def multi30k_table():
         steps = "+".join(f"{number / 1000:g}" for number in steps)
         if recipe["mean"]:  # of many trainings: there is no room for all
             machines = "+".join(sorted({*machines.split("+")}, reverse=True))
-        machines += "*" if for_a_time else ""
+        devices = " ".join(s["device"] for r in runs for s in stages(r))
+        if starred and "one" in devices.split():
+            minutes = f"{minutes}*"
         pieces = f"{runs[0]['config']['src_vocab'] / 1000:g}"
         own = [commits_of(r) for r in runs]
         own = [names[:1] if len({*names}) == 1 else names for names in own]
@@ -783,14 +792,13 @@ IN_SHORT = {  # the README's lines, by their numbers in the book: {line: how}
 def multi30k_in_short():
     """Return the lines that the README tells of, and how they were made."""
     found = {}
-    for line in multi30k_table():
+    for line in multi30k_table(starred=True):
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         found[cells[0].partition(",")[0]] = cells
     lines = ["| line | how | BLEU | on validation | seeds | minutes |"]
     lines.append("|---|---|---|---|---|---|")
     for name, how in IN_SHORT.items():
-        _, test, val, *_, seeds, machines, minutes = found[name]
-        minutes += "*" * any(sign in machines for sign in "1*")
+        _, test, val, *_, seeds, _, minutes = found[name]
         row = name, how, f"**{test}**", val, seeds, minutes
         lines.append(f"| {' | '.join(row)} |")
     return lines

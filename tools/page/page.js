@@ -250,12 +250,13 @@
 
   // Light and dark: the reader's system decides, unless the reader does.
   dark.addEventListener("change", redraw);
+  matchMedia("(min-width: 87rem)").addEventListener("change", redraw); // wide ones
   for (const choice of all(".theme input")) {
     choice.checked = choice.value === (root.dataset.theme || "auto");
     choice.addEventListener("change", () => {
       root.dataset.theme = choice.value;
       try {
-        localStorage.setItem("theme", choice.value);
+        localStorage.setItem("line-by-line-theme", choice.value);
       } catch { /* then it is forgotten with the page */ }
       redraw();
     });
