@@ -15724,7 +15724,7 @@ def attention_against_the_alignment():
 #
 # | attention | role | asks at | right is |
 # |---|---|---|---|
-# | encoder | previous, next, itself | each word | the one before, after, it |
+# | encoder | previous, next, itself | each word | word before, word after, it |
 # | encoder | article: noun | *der* in *der alte Mann* | *Mann* |
 # | encoder | noun: article | *Mann* | *der* |
 # | encoder | verb: subject | *isst* | *Mann* |
@@ -19073,8 +19073,10 @@ def check_own(path):
     with path.open("rb") as file:
         own = file.read(2) == b"PK"  # as torch's files begin
     if own and zipfile.is_zipfile(path):  # then it is whole
-        with contextlib.suppress(Exception):
+        try:
             own = "facts" in torch.load(path, mmap=True, weights_only=True)
+        except Exception as error:
+            own = out_of_memory(error)
     if not own:
         raise InputError(
             f"{path} is there already, of something else; move it, or choose "
@@ -22809,7 +22811,8 @@ def run_claims(args):
             print(f"       with {how}: {other['verdict']}", flush=True)
         record[name] = facts
         if path:  # another process may examine other claims
-            record = {**found_before(path), **record}
+            others = found_before(path).items()
+            record |= {n: f for n, f in others if n not in names}
             keep_record(path, record)
 
 

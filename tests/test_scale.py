@@ -468,7 +468,7 @@ def test_a_file_of_something_else_stays(capsys, folder, tmp_path, content):
     if content == "text":
         path.write_text("my pairs", encoding="utf-8")
     else:
-        mine = torch.ones(3) if content == "tensors" else {1}
+        mine = torch.ones(3) if content == "tensors" else random.Random()
         torch.save({"mine": mine}, path)
     before = contents(out)
     message = refused(capsys, *training_command(folder, out, 1, *LEARNED))
