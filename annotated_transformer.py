@@ -15724,7 +15724,8 @@ def attention_against_the_alignment():
 #
 # | attention | role | asks at | right is |
 # |---|---|---|---|
-# | encoder | previous, next, itself | each word | word before, word after, it |
+# | encoder | previous, next | each word | the word before, the word after |
+# | encoder | itself | each word | itself |
 # | encoder | article: noun | *der* in *der alte Mann* | *Mann* |
 # | encoder | noun: article | *Mann* | *der* |
 # | encoder | verb: subject | *isst* | *Mann* |
