@@ -210,6 +210,40 @@
 # </details>
 
 # %% [markdown]
+# <details>
+# <summary>To teach from it: eight meetings and a project</summary>
+#
+# One way to divide the book for a class (we have not tried it with one). The
+# cells run in class, in a few minutes; the exercises are for afterwards, and
+# judge themselves: of a wrong answer they say which slip it seems to be.
+#
+# 1. Why attention, and the frame around it: *1, 2, 4 Why: what came before*,
+#    *The task we use throughout*, *3.1 Encoder and decoder stacks*. On the
+#    blackboard: how many steps must follow one another.
+# 2. Attention: *3.2.1 Scaled dot-product attention*. On the blackboard: three
+#    words, by hand, and what a softmax of large scores hands back.
+# 3. Heads and masks: *3.2.2 Multi-head attention*, *3.2.3 Three uses, two
+#    masks*. To find: what `view` alone would do to the heads.
+# 4. What is left: *3.3 Position-wise feed-forward networks*, *3.4 Embeddings
+#    and softmax*, *3.5 Positional encoding*. To look at: the waves.
+# 5. All of it: *The full model*, *Three properties to hold on to*, and with a
+#    pencil a part of *One example through everything*. To predict: the loss of
+#    a model that knows nothing.
+# 6. *5 Training* and *The training loop*. To predict: what a shift by one too
+#    few, a warm-up left out, a mean over means do.
+# 7. *Greedy decoding*, *A first example: copying*, *6.1 Beam search*. To
+#    count: what is computed again without a cache.
+# 8. *A real example: German to English*, *Looking at attention*, *A gallery of
+#    bugs*. A line of symptoms is shown; the class names the bug, and a check
+#    that would catch it.
+#
+# For a project: a corpus of one's own (*(c) Your own*), a lever measured with
+# seeds (*Levers beyond the paper*), or a claim that *The ledger* could not
+# decide.
+#
+# </details>
+
+# %% [markdown]
 # The chapters on the architecture need PyTorch and the standard library. Other
 # packages (charts, tokenizers, scores) are imported where they are used, so
 # that what you do not use costs nothing. Colab has most of them, and a torch
