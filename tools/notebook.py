@@ -234,6 +234,10 @@ def execute(path):
                 if cell.cell_type == "code":
                     execute_cell(client, index, lines)
     print(f"ran in {time.perf_counter() - began:.0f} s{peak_memory()}")
+    if path.resolve() == NOTEBOOK.resolve() and path.exists():
+        kept = ROOT / "build" / "previous.ipynb"  # a reader's answers, say
+        kept.parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, kept)
     write(book, path)
 
 

@@ -775,14 +775,15 @@ def multi30k_table(starred=False):
 
 
 IN_SHORT = {  # the README's lines, by their numbers in the book: {line: how}
-    "de-en 1": "`--preset laptop --steps 16000`",
+    "de-en 1": "`--preset laptop --steps 16000`; seed 2: `model-de-en`",
     "de-en 2": "that, then on text made by models: `model-de-en-more`",
     "en-de 1": "`--preset laptop`",
     "en-de 3": "the recipe of Wu et al. (2021), from the pairs alone",
     "en-de 9": "that, further, then on text made by models: `model-en-de`",
     "en-de 10": "from random weights, on text made by models",
     "en-de 12": "the same, twice as wide",
-    "en-fr 3": "the recipe of Wu et al. (2021), from the pairs alone",
+    "en-fr 3": "the recipe of Wu et al. (2021), from the pairs alone; "
+    "seed 2: `model-en-fr`",
     "en-fr 5": "that, then on text made by models: `model-en-fr-more`",
     "en-fr 6": "from random weights, on text made by models, twice as wide",
     "fr-en 1": "`--preset laptop --steps 14000`: `model-fr-en`",
