@@ -2066,6 +2066,10 @@ softmax_in_loops.judged_by(
         "all, a row is 0 / 0": softmax_after(lambda s: s - s.max()),
         "where scores are cut off, their differences are lost, and those are "
         "all that counts": softmax_after(lambda s: s.clamp(-80, 80)),
+        "less the row's mean, a score may still be far above 88, where e^x "
+        "becomes inf: let none be above 0": (
+            softmax_after(lambda s: s - s.mean(-1, keepdim=True))
+        ),
     },
 )
 
@@ -2131,7 +2135,8 @@ nowhere_in_loops.judged_by(
         "a query that may look nowhere gets the mean of all values": (
             lambda Q, K, V, mask: attention(Q, K, V, mask)[0]
         ),
-        "a row that is −∞ throughout is 0 / 0, and so nan": (
+        "where nothing is allowed the shares are 0 / 0, and so nan, be it by "
+        "−∞ or by dividing by a sum of 0": (
             lambda Q, K, V, mask: (
                 (Q @ K.T / math.sqrt(Q.size(-1)))
                 .masked_fill(~mask, -math.inf)
@@ -2214,9 +2219,27 @@ def draw_passing():
     return q, Passing(blocks)
 
 
+class Once:
+    """Gives what another gives, and says so if it is begun after its end."""
+
+    def __init__(self, blocks):
+        self.blocks, self.ended = iter(blocks), False
+
+    def __iter__(self):
+        if self.ended:
+            raise RuntimeError("the blocks come once: a second loop has none")
+        return self
+
+    def __next__(self):
+        self.ended = True
+        block = next(self.blocks)
+        self.ended = False
+        return block
+
+
 def judge_passing(answer):
     """The blocks come once: `blocks` can't be begun anew."""
-    return attention_at_once.compare(lambda q, blocks: answer(q, iter(blocks)))
+    return attention_at_once.compare(lambda q, blocks: answer(q, Once(blocks)))
 
 
 def running_sums(top, start=-math.inf, scaled=False):
@@ -2868,7 +2891,7 @@ def look_back_in_loops(length, r):
 
 # %% tags=["exercise"]
 def draw_look_back():
-    return torch.randint(5, 9, ()).item(), torch.randint(1, 5, ()).item()
+    return torch.randint(6, 10, ()).item(), torch.randint(1, 5, ()).item()
 
 
 def look_back_where(allowed):
@@ -5065,12 +5088,19 @@ def draw_black_box():
     mask = torch.rand(5, 5) < 0.5
     mask[:, 1] = True
     mask[:, 0] = torch.tensor([True, False, False, False, False])
-    boxes = (
-        lambda x: attention(x, x, x, mask)[0],
+    boxes = (  # the numbers of an output of the first sum to 0
+        lambda x: (y := attention(x, x, x, mask)[0]) - y.roll(1, -1),
         lambda x: -mask.float() @ x,
         lambda x: mask.float() @ x.roll(1, -1),  # from another dimension
     )
     return boxes[torch.randint(3, ())], torch.randn(5, 3)
+
+
+def backward_from_sums(f, x):
+    x = x.clone().requires_grad_()
+    sums = f(x).sum(-1)  # of each output
+    grads = [torch.autograd.grad(s, x, retain_graph=True)[0] for s in sums]
+    return torch.stack([(grad != 0).any(-1) for grad in grads])
 
 
 def one_backward_pass(f, x):
@@ -5097,6 +5127,8 @@ reach_by_nudging.judged_by(
         "rows and columns are exchanged: the rows are the outputs": (
             from_jacobian(lambda J: (J != 0).any(3).any(1).T)
         ),
+        "an output's numbers may change and their sum may not: ask each, or a "
+        "random mixture of them": backward_from_sums,
         "the gradient of the sum can't tell which output it came from": (
             one_backward_pass
         ),
@@ -7735,7 +7767,7 @@ def draw_parts():
     return torch.randn(8, 4), parts
 
 
-def parts_divided_by(divisor):
+def parts_divided_by(divisor, ignored=PAD):
     """Add the parts' gradients; divisor(labels, all labels) of each."""
 
     def answer(weight, parts):
@@ -7743,7 +7775,7 @@ def parts_divided_by(divisor):
         everything = torch.cat([labels for _, labels in parts])
         for x, y in parts:
             loss = F.cross_entropy(
-                x @ weight.T, y, ignore_index=PAD, reduction="sum"
+                x @ weight.T, y, ignore_index=ignored, reduction="sum"
             )
             (loss / divisor(y, everything)).backward()
         return weight.grad
@@ -7799,6 +7831,9 @@ gradient_of_the_whole.judged_by(
         "the sum is not divided": parts_divided_by(lambda y, every: 1),
         "padding is counted among the tokens": parts_divided_by(
             lambda y, every: len(every)
+        ),
+        "a row of padding has no loss: `ignore_index=PAD`": parts_divided_by(
+            lambda y, every: (every != PAD).sum(), ignored=-100
         ),
     },
 )
@@ -10745,9 +10780,9 @@ def roofline_of_this_machine():
 # #### Exercises
 #
 # **How much is kept?** (a line). When a text gets long, the machine's memory
-# goes to kept keys and values. The cell fills a `Cache` and measures it: each
-# of the W texts of a beam has read T words, and the source that they share has
-# S. What is the formula?
+# goes to kept keys and values. The cell fills a `Cache`, with numbers of 32
+# bits, and measures it: each of the W texts of a beam has read T words, and
+# the source that they share has S. What is the formula?
 
 
 # %%
@@ -10780,9 +10815,8 @@ def draw_sizes():
 bytes_measured.judged_by(
     draw_sizes,
     {
-        "keys are kept, and values as well": (
-            lambda N, D, W, T, S: 4 * N * D * (W * T + S)
-        ),
+        "keys are kept, and values as well (or, with two bytes a number: "
+        "these have four)": (lambda N, D, W, T, S: 4 * N * D * (W * T + S)),
         "the source has keys and values too, in every layer": (
             lambda N, D, W, T, S: 8 * N * D * W * T
         ),
@@ -13446,6 +13480,11 @@ most_agreed_in_loops.judged_by(
         ),
         "a text drawn twice has two votes": lambda texts: max(
             texts, key=lambda text: sum(agreement(text, o) for o in {*texts})
+        ),
+        "`other != text` leaves out a text's twin as well: of two that are "
+        "alike, each is another": lambda texts: max(
+            texts,
+            key=lambda t: sum(agreement(t, o) for o in texts if o != t),
         ),
     },
 )

@@ -158,3 +158,42 @@ def test_a_function_among_the_inputs_is_named_in_words():
 
     said = exercise.verdict(sees_one)
     assert "a function" in said and "0x" not in said
+
+
+def in_two_loops(q, blocks):
+    blocks = iter(blocks)
+    top = max((K @ q).max() for K, _ in blocks) / math.sqrt(len(q))
+    shares = [((K @ q / math.sqrt(len(q)) - top).exp(), V) for K, V in blocks]
+    return sum(w @ V for w, V in shares) / sum(w.sum() for w, _ in shares)
+
+
+def with_the_first_by_itself(q, blocks):
+    blocks = iter(blocks)
+    K, V = next(blocks)
+    scores = K @ q / math.sqrt(len(q))
+    top = scores.max()
+    total, mean = (scores - top).exp().sum(), scores.softmax(0) @ V
+    for K, V in blocks:
+        scores = K @ q / math.sqrt(len(q))
+        before, top = top, torch.maximum(top, scores.max())
+        old, new = total * (before - top).exp(), (scores - top).exp()
+        total = old + new.sum()
+        mean = (mean * old + new @ V) / total
+    return mean
+
+
+def test_who_reads_passing_keys_twice_is_told_that_they_come_once():
+    exercise = book.EXERCISES["attention_at_once"]
+    assert "come once: a second loop" in exercise.verdict(in_two_loops)
+    assert exercise.verdict(with_the_first_by_itself) == ""
+
+
+def test_a_black_box_may_hide_what_the_sum_of_an_output_does_not_show():
+    """An output's sum, with no slip of that name, must not be taken."""
+    exercise = book.EXERCISES["reach_by_nudging"]
+
+    def of_summed_outputs(f, x):
+        jacobian = torch.autograd.functional.jacobian
+        return (jacobian(lambda x: f(x).sum(-1), x).abs() > 1e-6).any(-1)
+
+    assert exercise.verdict(of_summed_outputs)
