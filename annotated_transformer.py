@@ -86,7 +86,7 @@
 #
 # **Time.** On two cores of a server's processor:
 #
-# | step | on two processor cores, no GPU |
+# | step | time, without a GPU |
 # |---|---|
 # | the architecture, Sections 1 to 5 | half a minute |
 # | the copy task | about ten seconds |
@@ -10375,7 +10375,8 @@ def random_texts(model, places=24, seed=0):
 def written_otherwise(model, begin, places=24, seed=0):
     """How far a cache's logits are from the model's, in parts of their spread.
 
-    `begin` makes the cache. Random numbers are left as they are.
+    `begin` makes the cache. Random numbers are left as they are. InputError
+    if the model gives NaN.
     """
     src, tgt = random_texts(model, places, seed)
     exact = torch.autocast(src.device.type, enabled=False)
@@ -12176,19 +12177,19 @@ def bleu_of_one_sentence():
 # longer the run, the fewer are right: 6 of 9 words, but only 3 of 6 runs of
 # four words.
 #
+# **Is a higher BLEU a better translation?** On one test set mostly, if the
+# difference is large. But BLEU sees words and not sense: a *not* that is left
+# out costs no more than a good synonym does. Measures that are models
+# themselves, such as COMET (Rei et al., 2020), agree better with people. We
+# keep to BLEU, as the paper does.
+#
 # The definition is simple, its details are not: what is a word, does case
 # count? Scores of different tokenizations or letter cases cannot be compared.
 # sacreBLEU (Post, 2018) fixes the details and prints them as a *signature*
 # beside the score, so every score that we report is sacreBLEU's, without
 # regard to case unless we say so. Its usual rules, called *13a*, cut at spaces
 # and around punctuation. In a language without spaces a whole sentence would
-# be one word, and every score near 0, so there we count letters.
-#
-# **Is a higher BLEU a better translation?** On one test set mostly, if the
-# difference is large. But BLEU sees words and not sense: a *not* that is left
-# out costs no more than a good synonym does. Measures that are models
-# themselves, such as COMET (Rei et al., 2020), agree better with people. We
-# keep to BLEU, as the paper does.
+# be one word, and every score near 0, so there we count letters:
 
 
 # %%
@@ -16240,15 +16241,15 @@ def the_heads_for_the_time():
 
 
 # %% [markdown]
-# **What to notice.** Most heads can be removed alone with little harm; the low
-# numbers are the exceptions. So can each of those that look at the time, for
-# the others do its work. But without all of them most sentences with *hat* and
-# a time go wrong, nearly all the rest stay right, and as many other heads make
-# little difference. So the role is real. Look at what goes wrong: the tense.
-# (Which heads have it, and how many, is chance. In another run it was two, of
-# which one did harm when it was removed alone, and with another seed a single
-# one.) It is much the same in large translation models: most heads can be
-# removed one at a time (Michel et al., 2019), and the few that matter have
+# **What to notice.** Most heads can be removed alone with little harm (the low
+# numbers are the exceptions), and so can each of those that look at the time,
+# for the others do its work. But without all of them most sentences with *hat*
+# and a time go wrong, nearly all the rest stay right, and as many other heads
+# make little difference. So the role is real. Look at what goes wrong: the
+# tense. (Which heads have it, and how many, is chance. In another run it was
+# two, of which one did harm when it was removed alone, and with another seed a
+# single one.) It is much the same in large translation models: most heads can
+# be removed one at a time (Michel et al., 2019), and the few that matter have
 # roles one can name (Voita et al., 2019).
 
 # %% [markdown]
@@ -18156,8 +18157,8 @@ def check_place(folder):
 def write_whole(path, write):
     """Call `write` on a temporary path, then move the result into place."""
     real = path.resolve()  # a link stays one
-    # Another process may write the same file; in containers both may have
-    # one number.
+    # Not a process's number: another may write the same file, and in two
+    # containers both may have one.
     number = int.from_bytes(os.urandom(6), "big")
     unfinished = real.with_name(f"{real.name}.{number}.part")
     try:
@@ -18252,7 +18253,7 @@ def is_the_books(model, table=None):
     """Whether Transformer(config) with these weights is the same model.
 
     As far as texts of 24 places show it. `table`: of positions, if that is
-    kept beside the weights.
+    kept beside the weights. InputError if the model gives NaN.
     """
     like = next(model.parameters())
     with torch.random.fork_rng(devices=[]):  # its own numbers are for nothing
@@ -18281,9 +18282,9 @@ def is_the_books(model, table=None):
 def save_translator(translator, folder, half=False, **facts):
     """Write model.json, the pieces, and weights.pt; `facts` join the first.
 
-    `half`: the weights as float16; InputError if one is too large for that.
-    Warns of a model with formulas of its own: `load_translator` makes the
-    book's Transformer.
+    `half`: the weights as float16. InputError if one is too large for that,
+    or if the model gives NaN. Warns of a model with formulas of its own:
+    `load_translator` makes the book's Transformer.
     """
     model = getattr(translator.model, "_orig_mod", translator.model)
     if not is_the_books(model):  # (what is compiled keeps the model inside)
@@ -20926,6 +20927,7 @@ def speaks_for_all(store):
 #   2, gone on with seed 0.)
 # * Where the steps are a sum, a run went on from another, and the minutes are
 #   of all.
+#
 # <details>
 # <summary>Small print: minutes, cores, files, validation while
 # training</summary>
@@ -21050,15 +21052,16 @@ def speaks_for_all(store):
 #
 # </details>
 #
-# **What p says, and what not.** Is seed 1's 59.9 worse than seed 0's 61.0, or
-# was it luck? sacreBLEU's *paired bootstrap* (`sacrebleu --paired-bs`; Koehn,
-# 2004) draws many other test sets from the sentences of the one, and says how
-# often the mere choice of the sentences would make a difference as large
-# between models that are equally good. Here p = 0.004: one time in 250. (For
-# the 0.2 on validation it is 0.21, one time in five, which is no rare thing.)
-# So other *sentences* would hardly have done it. That test knows nothing of
-# other *seeds*. Here the recipe is the same, but the seed differs, and so do
-# the machine, the commit and the width of the products' factors. So whoever
+# **What p says, and what not.** Is the 59.9 of the third French line's seed 1
+# worse than the 61.0 of its seed 0, or was it luck? sacreBLEU's *paired
+# bootstrap* (`sacrebleu --paired-bs`; Koehn, 2004) draws many other test sets
+# from the sentences of the one, and says how often the mere choice of the
+# sentences would make a difference as large between models that are equally
+# good. Here p = 0.004: one time in 250. (For the 0.2 between them on
+# validation it is 0.21, one time in five, which is no rare thing.) So other
+# *sentences* would hardly have done it. That test knows nothing of other
+# *seeds*. Here the recipe is the same, but the seed differs, and so do the
+# machine, the commit and the width of the products' factors. So whoever
 # compares two recipes by one run each may find, with a small p, a difference
 # that is not due to the recipes. In *The levers, measured*, too, each p is of
 # this kind.
@@ -21500,25 +21503,25 @@ def speaks_for_all(store):
 # <summary>From random weights, by the other recipe: a gain on both
 # sets</summary>
 #
-# **From random weights, by the other recipe**, the same text (in
-# `runs/en-de-more2`) does bring something. The command is that of the seventh
-# line, but for the text, the seed, the number of updates, and one process in
-# place of two: `--corpus runs/en-de-more2 --preset tiny --pieces 10000
-# --batch-tokens 8192 --half --factor 1.5 --decay linear --ema 0.999 --steps
-# 4800 --save-every 400 --seed 0` (42 to 44 minutes on two cores of a newer
-# EPYC, commit `8ec2fee`). With seed 0 BLEU on validation, greedily, is 35.7
-# after 2,000 updates, 39.9 after 2,800, and 41.6 at the end. With the beam it
-# is 42.4, where the seventh line has 40.9 and the third 41.5, and on the test
-# set, where they have 39.9 and 40.8, **41.1**. Seeds 1 and 2 have 42.6 and
-# 42.8 on validation, and 40.5 and 40.6 on the test set. These three are the
-# tenth line: from random weights 40.8 ± 0.3, which is 0.9 more than the
-# seventh line has, as much as the third with its one seed, and less than the
-# ninth, which goes on from the mean of three (41.1 ± 0.1; on validation 42.8).
-# By seed 0 alone one would have called it as good as that. Its text, though,
-# is by models that were trained for hours, the ninth line's seed 0 among them.
-# The recipe differs from the preset's in much: more dropout, the norm last,
-# larger updates. We guess, and have not tried, that it is the dropout which
-# makes more text worth having.
+# **From random weights, by the other recipe**, the text of better models (in
+# `runs/en-de-more2`, made as told in the fold before) does bring something.
+# The command is that of the seventh line, but for the text, the seed, the
+# number of updates, and one process in place of two: `--corpus
+# runs/en-de-more2 --preset tiny --pieces 10000 --batch-tokens 8192 --half
+# --factor 1.5 --decay linear --ema 0.999 --steps 4800 --save-every 400 --seed
+# 0` (42 to 44 minutes on two cores of a newer EPYC, commit `8ec2fee`). With
+# seed 0 BLEU on validation, greedily, is 35.7 after 2,000 updates, 39.9 after
+# 2,800, and 41.6 at the end. With the beam it is 42.4, where the seventh line
+# has 40.9 and the third 41.5, and on the test set, where they have 39.9 and
+# 40.8, **41.1**. Seeds 1 and 2 have 42.6 and 42.8 on validation, and 40.5 and
+# 40.6 on the test set. These three are the tenth line: from random weights
+# 40.8 ± 0.3, which is 0.9 more than the seventh line has, as much as the third
+# with its one seed, and less than the ninth, which goes on from the mean of
+# three (41.1 ± 0.1; on validation 42.8). By seed 0 alone one would have called
+# it as good as that. Its text, though, is by models that were trained for
+# hours, the ninth line's seed 0 among them. The recipe differs from the
+# preset's in much: more dropout, the norm last, larger updates. We guess, and
+# have not tried, that it is the dropout which makes more text worth having.
 #
 # </details>
 #
@@ -21608,22 +21611,23 @@ def speaks_for_all(store):
 # <summary>From German to English: a gain on both sets, the largest on the test
 # set</summary>
 #
-# **From German to English** it brings more. Seed 2 of the first line, which is
-# `results/model-de-en`, went on in the same way, with what it and the
-# published English-German model made of the training text: the two commands
-# above with `--src de --tgt en`, `--from results/model-de-en` and folders of
-# their own (4½ and 91 minutes, for other programs ran beside the training;
-# seed 0, commit `1db6a75`). Greedily BLEU on validation rises from 41.3 to
-# 41.8 after 500 updates, 42.6 after 1,500 and 42.9 after 3,000, and then no
-# more; those weights were kept. With the beam it is 43.3, after 41.8, and on
-# the test set **42.8**, after 41.4 (p = 0.001 for both, the least that the
-# bootstrap's thousand drawings can show; in chrF it is 1.1 and 1.4 more). That
-# is the second German-English line, and `results/model-de-en-more`; where this
-# book speaks of the published German-English model, the one before is meant.
-# Here the loss of real sentences falls, from 1.563 to 1.528. That model had
-# been trained for a shorter time than the English-German one: the 3,000
-# updates read one and a half times as many places as its 16,000 before. So a
-# part of the gain may be that of longer training, which one run can't tell.
+# **From German to English** text by models brings more. Seed 2 of the first
+# line, which is `results/model-de-en`, went on in the same way, with what it
+# and the published English-German model made of the training text: the two
+# commands of *Diversified text, for a trained model* with `--src de --tgt en`,
+# `--from results/model-de-en` and folders of their own (4½ and 91 minutes, for
+# other programs ran beside the training; seed 0, commit `1db6a75`). Greedily
+# BLEU on validation rises from 41.3 to 41.8 after 500 updates, 42.6 after
+# 1,500 and 42.9 after 3,000, and then no more; those weights were kept. With
+# the beam it is 43.3, after 41.8, and on the test set **42.8**, after 41.4 (p
+# = 0.001 for both, the least that the bootstrap's thousand drawings can show;
+# in chrF it is 1.1 and 1.4 more). That is the second German-English line, and
+# `results/model-de-en-more`; where this book speaks of the published
+# German-English model, the one before is meant. Here the loss of real
+# sentences falls, from 1.563 to 1.528. That model had been trained for a
+# shorter time than the English-German one: the 3,000 updates read one and a
+# half times as many places as its 16,000 before. So a part of the gain may be
+# that of longer training, which one run can't tell.
 #
 # </details>
 
@@ -21639,16 +21643,16 @@ def speaks_for_all(store):
 # `results/model-en-fr`, which is seed 2 of the third French line, wrote 58,000
 # pairs in four minutes. With these and the real ones, `results/model-en-fr`
 # went on for 4,000 updates (54 minutes; all else, but for names and languages,
-# as in the two commands above; both with seed 0, commit `61a2471`). Greedily
-# BLEU on validation is 58.6 before, a little less while the rate is high, 59.7
-# after 3,000 updates and 59.4 at the end; those of update 3,000 were kept.
-# With the beam it is 60.1, after 59.5 (p = 0.03), and on the test set
-# **61.4**, after 60.4 (p = 0.002); chrF gains 0.6 and 0.7. That is the fifth
-# French line, and `results/model-en-fr-more`; *the published English-French
-# model* is the one before. The loss of real sentences stays at 1.08. (Longer
-# training alone is no likely cause here, as from update 5,000 on the
-# validation loss of the third line fell no more; but we have not tried it.) So
-# in three directions of three this lever gains on both sets.
+# as in the two commands of *Diversified text, for a trained model*; both with
+# seed 0, commit `61a2471`). Greedily BLEU on validation is 58.6 before, a
+# little less while the rate is high, 59.7 after 3,000 updates and 59.4 at the
+# end; those of update 3,000 were kept. With the beam it is 60.1, after 59.5 (p
+# = 0.03), and on the test set **61.4**, after 60.4 (p = 0.002); chrF gains 0.6
+# and 0.7. That is the fifth French line, and `results/model-en-fr-more`; *the
+# published English-French model* is the one before. The loss of real sentences
+# stays at 1.08. (Longer training alone is no likely cause here, as from update
+# 5,000 on the validation loss of the third line fell no more; but we have not
+# tried it.) So in three directions of three this lever gains on both sets.
 #
 # </details>
 #
@@ -22286,23 +22290,23 @@ class Int8Product:
     """Multiplies by the rows of a weight (O, I), from factors in 8 bits."""
 
     def __init__(self, weight):
-        self.weight, factor = int8_rows(weight.detach(), most_of_weights())
-        self.factor = factor.T  # (1, O)
+        self.weight, scale = int8_rows(weight.detach(), most_of_weights())
+        self.scale = scale.T  # (1, O)
 
     @classmethod
     def join(cls, products):
         """One product in the place of several of the same input."""
         joined, products = cls.__new__(cls), list(products)
         joined.weight = torch.cat([product.weight for product in products])
-        factors = [product.factor for product in products]
-        joined.factor = torch.cat(factors, dim=1)
+        scales = [product.scale for product in products]
+        joined.scale = torch.cat(scales, dim=1)
         return joined
 
     def __call__(self, x):
         """(..., I) -> (..., O)"""
-        rows, factor = int8_rows(x.reshape(-1, x.size(-1)))
+        rows, scale = int8_rows(x.reshape(-1, x.size(-1)))
         sums = torch._int_mm(rows, self.weight.T)  # (R, O), exact
-        y = sums.float().mul_(factor).mul_(self.factor)
+        y = sums.float().mul_(scale).mul_(self.scale)
         return y.view(*x.shape[:-1], -1).to(x.dtype)
 
 
@@ -23818,7 +23822,7 @@ def check_languages(corpus, src, tgt):
 
 
 def check_not_read(args, translator):
-    """InputError if what is written would replace a model's or a text."""
+    """InputError if an output would replace a model's file or a corpus's."""
     own = r"model\.json|pieces\.model|.*\.pt|log\.jsonl"
     texts = rf".*\.({re.escape(translator.src)}|{re.escape(translator.tgt)})"
     corpus = {"multi30k": "data/multi30k"}.get(args.corpus, args.corpus)
@@ -23830,8 +23834,8 @@ def check_not_read(args, translator):
             here = path.exists() and path.parent == Path(folder).resolve()
             if here and re.fullmatch(names, path.name):
                 raise InputError(
-                    f"{name} would be written over, a file of {folder}; name "
-                    "another"
+                    f"{name} is a file of {folder}, and would be written "
+                    "over; name another"
                 )
 
 
