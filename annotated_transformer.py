@@ -7051,8 +7051,8 @@ def step_position():
 # %% [markdown]
 # **Queries, keys and values** (Section 3.2.2). The first two columns of each
 # belong to head 1, the last two to head 2. (In $W^O$ it is the rows. From here
-# on text and pictures count heads from 1; code, and the picture of 3.2.2,
-# count from 0.)
+# on text and pictures count heads from 1; code, and the picture of Section
+# 3.2.2, count from 0.)
 #
 # By hand: the first column of $W^Q$ adds components 1 and 4 of x. So the query
 # of *Anna* begins with −2 + (−1) = −3.
@@ -18157,9 +18157,9 @@ def check_place(folder):
 def write_whole(path, write):
     """Call `write` on a temporary path, then move the result into place."""
     real = path.resolve()  # a link stays one
-    # Not a process's number: another may write the same file, and in two
-    # containers both may have one.
-    number = int.from_bytes(os.urandom(6), "big")
+    # Another process may write the same file, from another container with
+    # the same number.
+    number = zlib.crc32(f"{socket.gethostname()} {os.getpid()}".encode())
     unfinished = real.with_name(f"{real.name}.{number}.part")
     try:
         with naming(path):

@@ -995,14 +995,21 @@ def test_only_snapshots_are_snapshots(few, small, tmp_path):
     ]  # fmt: skip
 
 
-def test_two_processes_may_write_one_file(tmp_path):
-    """Of one number, as in two containers."""
+@pytest.mark.parametrize(
+    "place, name, other",
+    [(os, "getpid", 2), (book.socket, "gethostname", "another container")],
+)
+def test_two_processes_may_write_one_file(
+    tmp_path, monkeypatch, place, name, other
+):
     path = tmp_path / "pairs.pt"
 
     def write(unfinished):
         with unfinished.open("w", encoding="utf-8") as file:
             file.write("who")  # and meanwhile another writes all of it
-            book.write_whole(path, lambda p: p.write_text("other", "utf-8"))
+            with monkeypatch.context() as patch:
+                patch.setattr(place, name, lambda: other)
+                book.write_whole(path, lambda p: p.write_text("its", "utf-8"))
             file.write("le")
 
     book.write_whole(path, write)
