@@ -1226,6 +1226,8 @@ GAINS = [  # (what is changed, the result, that which it is compared with)
      "multi30k-en-fr-tiny-both", FRENCH),
     ("third line, then diversified text",
      "multi30k-en-fr-written-by-models", "multi30k-en-fr-tiny-s2"),
+    ("third line, but a width of 256",
+     "real-pairs-wide-en-fr", FRENCH),
     ("fifth line, but anew, a width of 256",
      WIDE_FR, "multi30k-en-fr-written-by-models"),
     ("sixth line, then text anew, by it too",
