@@ -215,7 +215,7 @@
 #
 # One way to divide the book for a class (we have not tried it with one). The
 # cells run in class, in a few minutes; the exercises are for afterwards, and
-# judge themselves: of a wrong answer they say which slip it seems to be.
+# judge themselves: of many a wrong answer they say which slip it is.
 #
 # 1. Why attention, and the frame around it: *1, 2, 4 Why: what came before*,
 #    *The task we use throughout*, *3.1 Encoder and decoder stacks*. On the
@@ -9072,16 +9072,17 @@ def onednn_products_are_the_same():
 # fast as those of 32, a few several times as fast. In `bfloat16` a number
 # keeps its range and loses digits: 8 bits of precision, where a `float32` has
 # 24. So only products with weights are rounded, in training: their factors and
-# their results, not the sums on the way. All else (but what is between the two
-# maps of a feed-forward network, see below) is in 32 bits: the weights
-# themselves, Adam's two means, norms, and attention's own two products with
-# the softmax between them. (On a GPU attention is in 16 bits as well: queries,
-# keys and values have just been rounded anyway. And why not `float16`? It has
-# 11 bits of precision, but loses them below 6 · 10⁻⁵, and many gradients are
-# smaller. So the loss is multiplied by a large number there, and the gradient
-# divided by it, as torch's `GradScaler` does. `torch.autocast` would choose by
-# itself what to round; here it is written out.) The model stays as it is: its
-# linear maps change their class, not their weights.
+#     their results, not the sums on the way. All else (but what is between the
+#     two maps of a feed-forward network, see below) is in 32 bits: the weights
+#     themselves, Adam's two means, norms, and attention's own two products
+#     with the softmax between them. (On a GPU attention is in 16 bits as well:
+#     queries, keys and values have just been rounded anyway. And why not
+#     `float16`? It has 11 bits of precision, but loses them below 6 · 10⁻⁵,
+#     and gradients may be smaller. So the loss is multiplied by a large number
+#     there, and the gradient divided by it, as torch's `GradScaler` does.
+#     `torch.autocast` would choose by itself what to round; here it is written
+#     out.) The model stays as it is: its linear maps change their class, not
+#     their weights.
 
 
 # %%
@@ -12180,9 +12181,9 @@ def bleu_of_one_sentence():
 #
 # **Is a higher BLEU a better translation?** On one test set mostly, if the
 # difference is large. But BLEU sees words and not sense: a *not* that is left
-# out costs no more than a good synonym does. Measures that are models
-# themselves, such as COMET (Rei et al., 2020), agree better with people. We
-# keep to BLEU, as the paper does.
+# out may cost no more than a good synonym. Measures that are models
+# themselves, such as COMET, agree better with people, say its authors (Rei et
+# al., 2020). We keep to BLEU, as the paper does.
 #
 # The definition is simple, its details are not: what is a word, does case
 # count? Scores of different tokenizations or letter cases cannot be compared.

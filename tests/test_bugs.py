@@ -1,7 +1,9 @@
 """The gallery of bugs: each is refused by its check, and leaves no trace."""
 
+import contextlib
 import dataclasses
 import inspect
+import math
 
 import pytest
 
@@ -145,3 +147,26 @@ def test_the_table_has_each_bug_once_in_its_group(
     for name in book.BUGS:
         words = f"\n{name.replace('_', ' ')} "
         assert sum(group.count(words) for group in groups) == 1
+
+
+@pytest.mark.parametrize(
+    "name",
+    [None, "softmax_over_the_queries", "mask_the_wrong_way_round",
+     "heads_cut_across_positions"],
+)  # fmt: skip
+def test_perplexity_is_spoilt_by_the_padding_beside_a_sequence(name):
+    """By one length at a time it is that of the right model."""
+    test, alike = book.short_rows()[1], {}
+    for src, tgt in test:
+        alike.setdefault((len(src), len(tgt)), []).append((src, tgt))
+    planted = book.BUGS[name].planted() if name else contextlib.nullcontext()
+    with planted:
+        model, _ = book.train_small()
+        together = book.perplexity(model, test)
+        total = tokens = 0
+        for group in alike.values():
+            count = sum(len(tgt) - 1 for _, tgt in group)
+            total += count * math.log(book.perplexity(model, group))
+            tokens += count
+    assert f"{math.exp(total / tokens):.1f}" == "1.1"
+    assert (together > 1.4) is (name is not None)
