@@ -9264,11 +9264,11 @@ def onednn_pays(device):
     return best["oneDNN"] < 0.75 * best["32 bits"]
 
 
-def half_pays(device):
+def half_pays(device, tries=20):
     """Whether products in bfloat16 are clearly the fastest on this device."""
     if device.type == "mps":
         return False
-    best = product_seconds(device)
+    best = product_seconds(device, tries)
     return best.pop("16 bits") < 0.9 * min(best.values())
 
 
@@ -23188,7 +23188,7 @@ def averaged(args):
 
 def tell_of_half(args, device):
     """Say if --half, where it was asked for, saves a processor no time."""
-    if args.half and device.type == "cpu" and not half_pays(device):
+    if args.half and device.type == "cpu" and not half_pays(device, 3):
         say("note: --half: tried just now, products in 16 bits were no faster "
             "here than in 32")  # fmt: skip
 

@@ -462,9 +462,9 @@ def test_laptop_halves_products_where_it_pays_and_keeps_to_it(
     """Resumed elsewhere, a run goes on with the kind it began with."""
     out = tmp_path / "run"
     laptop = ["--preset", "laptop", "--decay", "root"]
-    monkeypatch.setattr(book, "half_pays", lambda device: pays)
+    monkeypatch.setattr(book, "half_pays", lambda *_: pays)
     trained(corpus, out, 1, *laptop)
-    monkeypatch.setattr(book, "half_pays", lambda device: not pays)
+    monkeypatch.setattr(book, "half_pays", lambda *_: not pays)
     trained(corpus, out, 2, *laptop, "--resume")
     assert book.load_description(out)["recipe"]["half"] is pays
     other = trained(corpus, tmp_path / "other", 2, *laptop)
@@ -488,7 +488,7 @@ def test_what_is_not_said_is_what_help_says():
 
 def test_what_is_asked_for_comes_before_what_pays(monkeypatch):
     """--onednn is of products in 32 bits; but --half beside it is obeyed."""
-    monkeypatch.setattr(book, "half_pays", lambda device: True)
+    monkeypatch.setattr(book, "half_pays", lambda *_: True)
     command = ["train", "--corpus", "x", "--out", "new", "--preset", "laptop"]
 
     def products(*more):

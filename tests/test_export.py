@@ -540,7 +540,7 @@ def test_fewer_bits_that_save_no_time_are_said_to(
 ):
     book.save_translator(KINDS["pieces, pre-norm"](), tmp_path)
     monkeypatch.setattr(book, "integers_pay", lambda: pays)
-    monkeypatch.setattr(book, "half_pays", lambda device: pays)
+    monkeypatch.setattr(book, "half_pays", lambda *_: pays)
     model = "--model", tmp_path, "--device", "cpu", "--beam", 1
     status, text, told = run(capsys, "translate", *model, option, TEXTS[0])
     assert status == 0 and text

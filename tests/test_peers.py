@@ -236,7 +236,7 @@ KINDS = {"products by oneDNN", "16-bit products"}
 def test_the_forms_multiply_in_another_way_only_where_that_pays(
     half, onednn, monkeypatch, capsys
 ):
-    monkeypatch.setattr(book, "half_pays", lambda device: half)
+    monkeypatch.setattr(book, "half_pays", lambda *_: half)
     monkeypatch.setattr(book, "onednn_pays", lambda device: onednn)
     rows = training.main(["--quick", "--only", "forms", "--processes"])
     # Without a corpus: tokens of two texts make no ratio.
