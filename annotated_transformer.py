@@ -3,10 +3,10 @@
 #
 # In 2017 eight researchers described a network for translation that has no
 # recurrence and no convolution, only attention: Vaswani et al., *Attention Is
-# All You Need* ([arXiv:1706.03762](https://arxiv.org/abs/1706.03762)). (We
-# follow the fifth version on arXiv, or a later one; the one in the
-# conference's proceedings lacks Section 6.3 and the pictures of attention.)
-# Nearly every large language model since then is built from its parts.
+# All You Need* ([arXiv:1706.03762](https://arxiv.org/abs/1706.03762)). (Read
+# the fifth version on arXiv, or a later one; that in the conference's
+# proceedings lacks Section 6.3 and the pictures of attention.) Nearly every
+# large language model since then is built from that network's parts.
 #
 # This book builds that network from nothing but tensors. It follows the
 # paper section by section, so that the two can lie side by side. Each
@@ -133,15 +133,15 @@
 # and what you run next makes them anew.
 #
 # The copy task and the small models of *A gallery of bugs* (`train_small()`)
-# are trained by the plain forms, so a change reaches them. But the copy task
-# writes with `Cache`, which goes through the layers in its own way: if you
-# changed a `forward`, write with `greedy_plain`. The German-English model
-# trains and writes by the quicker forms of *Making it fast*. They never call
-# `backward`, `smoothed_loss`, `Cache`, `forward` of `Transformer`,
-# `MultiHeadAttention` and `Dropout`, or `Embedding.logits`, and call
-# `attention` for short sentences only, so a change to those may not reach it.
-# (If a changed model and its quick form of writing differ within 24 words, you
-# get an error. After `Translator.begin = lambda self: partial(Cache.begin,
+# are trained by the plain forms, those before *Making it fast*, so a change
+# reaches them. But the copy task writes with `Cache`, which goes through the
+# layers in its own way: if you changed a `forward`, write with `greedy_plain`.
+# The German-English model trains and writes by the quicker forms of *Making it
+# fast*, which never call `backward`, `smoothed_loss`, `Cache`, `forward` of
+# `Transformer`, `MultiHeadAttention` and `Dropout`, or `Embedding.logits`, and
+# call `attention` for short sentences only, so a change to those may not reach
+# it. (If a changed model and its quick form of writing differ within 24 words,
+# you get an error. After `Translator.begin = lambda self: partial(Cache.begin,
 # self.model)` it writes by `Cache`.)
 #
 # </details>
@@ -150,14 +150,14 @@
 # <details>
 # <summary>With the notebook alone; in Colab, on Kaggle, in VS Code</summary>
 #
-# The notebook alone is enough. Where a command begins with `python
-# annotated_transformer.py`, a cell with `main("…")`, with the rest of the
-# command for …, does the same, once all cells have run (*The command line*).
-# What the text says of `results/`, `benchmarks/`, `tools/`, README, `make` and
-# codes of versions belongs to the folder that the notebook comes from: sources
-# and trained models. A few cells near the end show what those models do; where
-# they are not there, running these cells replaces what is stored below them.
-# So keep a copy that was not run.
+# The notebook alone is enough. In place of a command `python
+# annotated_transformer.py …`, run a cell `main("…")`, with the same words for
+# the dots, once all cells have run (*The command line*). What the text says of
+# `results/`, `benchmarks/`, `tools/`, README, `make` and codes of versions
+# belongs to the folder that the notebook comes from: sources and trained
+# models. A few cells near the end show what those models do; without the
+# models, running these cells replaces their stored results. So keep a copy
+# that was not run.
 #
 # The cells use no GPU; the commands do. In Colab links to other sections do
 # nothing; take its table of contents. VS Code folds no cells: pass over those
@@ -408,7 +408,7 @@ class InputError(ValueError):
 # one, of more seeds, updates or sentences. Open the cell, change a setting,
 # run it again: the verdict must be able to change. Each claim that is examined
 # names, under `unless`, a change that must break it: with this change its long
-# form must come out otherwise. Where the text says "then the claim fails", it
+# form must come out otherwise. Where the text says "the claim fails", it
 # speaks of such a change. Such changes show that the examination can fail.
 # `make claims` tries all claims, in their long form and with these changes;
 # the tests do the same where that takes only seconds. *The ledger*, near the
@@ -483,8 +483,8 @@ def out_of_reach(name, section, text, why):
 # Whether you kept to "without a loop", you must check yourself.) A hint and an
 # answer are folded away, and so is the cell that knows the slips that people
 # make. (It gives much away; don't look into it yet.) The brackets say how long
-# an answer is, or how long it may take you. Some judge by functions of the
-# book: first put right what you have broken.
+# an answer is, or how long it may take you. Some exercises judge by functions
+# of the book: first mend those you have broken.
 
 # %% tags=["plumbing"]
 EXERCISES = {}
@@ -892,11 +892,11 @@ def cost_of_a_layer(d=512, k=3):
 # ### Exercises
 #
 # **To the last product** (a line each). The table above leaves out parts of
-# both layers. Count every multiplication, for n words of width d: in
-# self-attention with its four d × d matrices, and in a recurrent layer, which
-# has two, one for the word and one for the state before it. The cell counts
-# them one by one; find the formulas. (What queries, keys and values are is
-# said in Section 3.2; here they are only counted.)
+# self-attention and of the recurrent layer. Count every multiplication, for n
+# words of width d: the first has four d × d matrices, the second two, one for
+# the word and one for the state before it. The cell counts them one by one;
+# find the formulas. (What queries, keys and values are is said in Section 3.2;
+# here they are only counted.)
 
 
 # %%
@@ -1039,8 +1039,8 @@ def two_padded_sentences():
 # would change if that weight grew a little. PyTorch finds them all, going back
 # through the calculation from the loss (*autograd*). An *update* then moves
 # each weight a little against its derivative, so that the loss falls; the
-# *learning rate* says how little. Many updates are a *training*. Where the
-# gradient is 0, nothing is learned. That is all we need until Section 5.
+# *learning rate* says how far to move. Many updates are a *training*. Where
+# the gradient is 0, nothing is learned. That is all we need until Section 5.
 #
 # ![The whole model. On the left the encoder: source tokens become vectors by
 # embedding and position, and pass N layers of self-attention and feed-forward
@@ -1115,11 +1115,11 @@ class Config:
 # correction to x, not say everything anew. On the way back, the sum hands the
 # gradient to x unchanged, past the sub-layer. The normalization keeps the
 # numbers in range: it brings the D numbers of each position to mean 0 and
-# variance 1 (of each position by itself, so that nothing depends on what else
-# is in the batch; the older *batch normalization* takes both over the batch,
-# padding and other sentences included), then lets the model choose a gain *g*
-# and a bias *b* for each dimension. (Here x is the row of one position, μ and
-# σ² are the mean and the variance of its D numbers, ε keeps the root from
+# variance 1, then lets the model choose a gain *g* and a bias *b* for each
+# dimension. (Each position is taken by itself, whatever else is in the batch.
+# The older *batch normalization* takes mean and variance over the batch,
+# padding and other sentences included.) (Here x is the row of one position, μ
+# and σ² are the mean and the variance of its D numbers, ε keeps the root from
 # being 0, and ⊙ multiplies component by component.) *Fills a gap in the
 # paper*, which names no ε: ours is torch's, 10⁻⁵.
 #
@@ -1175,8 +1175,9 @@ def layer_norm_equals_torch():
 # %% [markdown]
 # **Asked often:** why write LayerNorm by hand? To know what it does: the two
 # details above are the ones that hand-written copies get wrong, and the check
-# tells. Now that the two are shown equal, the model uses `nn.LayerNorm`, which
-# goes over the numbers once where our three lines do so several times.
+# tells. Now that ours and torch's are shown equal, the model uses
+# `nn.LayerNorm`, which goes over the numbers once where our three lines do so
+# several times.
 #
 # #### Post-norm and pre-norm
 #
@@ -1492,9 +1493,9 @@ def layer_norm_gradient(x, grad): ...
 #
 # Write the queries as the rows of a matrix Q, the keys and the values as the
 # rows of K and V. Equation 1 is then one line, in which d_k is the width of a
-# query and of a key. What stands in the brackets are the *scores*. The softmax
-# turns a row of them into shares: it takes e to the power of each score, and
-# divides each by the sum of all in the row.
+# query and of a key. The brackets hold the *scores*. The softmax turns a row
+# of them into shares: it takes e to the power of each score, and divides each
+# power by the sum of the row's powers.
 #
 # $$\mathrm{Attention}(Q, K, V) =
 # \mathrm{softmax}\!\left(\frac{QK^\top}{\sqrt{d_k}}\right)V$$
@@ -1800,8 +1801,8 @@ def dot_products_need_less_memory(n=128, d_k=64, again=False):
 
 # %% [markdown]
 # And the time of a layer, the best of several rounds in which the two take
-# turns. (In a wide layer over few positions, most of it goes into the
-# projections, and the claim fails.)
+# turns. (In a wide layer over few positions, the four d × d matrices take most
+# of the time, and the claim fails.)
 
 
 # %% tags=["claim"]
@@ -1901,10 +1902,10 @@ def lookup_losses(d_k, seeds, updates, new_words=False):
 # We call two losses equally good if they differ by less than 0.1; if they
 # differ by more, the lower one is "better". (For small d_k both kinds learn
 # the task completely, so there is little left to differ. At d_k = 4 additive
-# attention falls behind. The second claim is a matter of time: trained longer,
-# it fails, for the gap closes. With `new_words`, drawn afresh each time, it
-# fails too: words that can't be known by heart must be compared, which
-# additive attention learns far more slowly than dot products do.)
+# attention falls behind. The claim for large d_k is a matter of time: with
+# more updates it fails, for the gap closes. With `new_words`, drawn afresh
+# each time, it fails too: words that can't be known by heart must be compared,
+# which additive attention learns far more slowly than dot products do.)
 
 
 # %% tags=["claim"]
@@ -2396,9 +2397,9 @@ def splitting_wrongly():
 # %% [markdown]
 # The paper's projections are plain matrices, so these have no bias. The
 # attention weights of the last call are kept for the charts, but only in
-# evaluation mode (after `.eval()`), where nothing is dropped; and not where
-# `maps` is False, as it is while a model writes or is measured (`evaluating`,
-# under *Greedy decoding*), for those of a long text take much memory.
+# evaluation mode (after `.eval()`), where nothing is dropped. The weights of a
+# long text take much memory, so none are kept where `maps` is False, as while
+# a model writes or is measured (`evaluating`, under *Greedy decoding*).
 #
 # **Asked often:** why dropout on attention weights, which Section 5.4 does not
 # mention? So that no query relies on one key alone. A row of weights then no
@@ -2504,10 +2505,10 @@ def heads_cost_what_one_costs(n=64, counts=(1, 2, 4, 8, 16), full_width=False):
 
 # %% [markdown]
 # Why several? To attend to several places at once; with one head, says the
-# paper, "averaging inhibits this". (Section 2 calls it the price of relating
-# all places in one step: what is averaged has less *resolution*, and several
-# heads are there against that.) Let keys mark two places, and a query ask
-# for the values of both, a and b, of m = 8 numbers each. Two heads are set by
+# paper, "averaging inhibits this". (Section 2 calls averaging the price of
+# relating all places in one step: what is averaged has less *resolution*, and
+# several heads counter that.) Let keys mark two places, and a query ask for
+# the values of both, a and b, of m = 8 numbers each. Two heads are set by
 # hand: each finds one mark, and copies.
 #
 # One head of twice the width can't do it, however it is trained. The keys of
@@ -3039,8 +3040,8 @@ class FeedForward(nn.Module):
 
 
 # %% [markdown]
-# One position of one sentence after the other, one hidden unit after the
-# other, Equation 2 must give the same:
+# Worked out one position and one hidden unit at a time, Equation 2 must give
+# what the network gives:
 
 
 # %%
@@ -3294,8 +3295,9 @@ def share_of_the_word():
 
 
 # %% [markdown]
-# With the √D two thirds of what enters are the word's. As stored, it would be
-# one part in 250: the first layer would read positions and hardly any words.
+# With the √D two thirds of the mean square are the word's. With rows as
+# stored, one part in 250 would be: the first layer would read positions and
+# hardly any words.
 #
 # The factor, measured. (Only the embedding has it, and not the way back.)
 
@@ -3615,13 +3617,12 @@ def shift_found_by_least_squares(offsets=(1, 7, 50), d_model=64, cosines=True):
 # %% [markdown]
 # What the paper hoped to gain from it is that heads easily learn to look k
 # places back, from any position. Whether it is easily *learned* is not tried
-# here, but one matrix is enough: of the encoding at pos it makes that at pos −
-# k, which is the query; the keys are the encodings as they are. All encodings
-# have one length, so of all products that with the same vector is the largest:
-# the one k places back. (For 400 random vectors of one length, least squares
-# finds no such matrix. One that is trained for them can be right, but for
-# these places only; that of the sinusoids is right for places it has never
-# seen.)
+# here, but one matrix is enough: it turns the encoding at pos into the one at
+# pos − k. The result is the query; the keys are the encodings as they are. All
+# have the same length, so the query's largest product is with the key equal to
+# it, k places back. (For 400 random vectors of one length, least squares finds
+# no such matrix. One that is trained for them can be right, but for these
+# places only; that of the sinusoids is right for places it has never seen.)
 
 
 # %% tags=["claim"]
@@ -3923,10 +3924,10 @@ def turn_by_place(x, places): ...
 # position the matrix takes, and *outputs* how many it gives. With this bound,
 # numbers on their way forward and gradients on their way back keep about their
 # size. (Torch calls it by his first name, Xavier.) Biases start as torch
-# starts them. *Fills a gap in the paper*, which does not say how they start.
-# Its published code drew matrices in the same way, with biases of 0; but it
-# kept W_Q, W_K and W_V of self-attention in one matrix D × 3D, which has more
-# outputs, so there they began smaller, by √2 (and W_K and W_V of
+# starts them. *Fills a gap in the paper*, which does not say how weights
+# start. Its published code drew matrices in the same way, with biases of 0;
+# but it kept W_Q, W_K and W_V of self-attention in one matrix D × 3D, which
+# has more outputs, so there they began smaller, by √2 (and W_K and W_V of
 # cross-attention, in one of D × 2D, by √1.5).
 
 
@@ -4070,10 +4071,10 @@ def an_untrained_model():
 
 # %% [markdown]
 # The loss is above ln 14, for the guesses are not even, and uneven guesses
-# made blindly lose more than they win. By how much? A loss is $\ln \sum e^z$
-# minus the logit of the right word. For normal z of mean 0 and variance 1 that
-# logit is 0 on average, but the mean of $e^z$ is $e^{1/2}$, not 1. So the loss
-# is about ln 14 + ½, or a little less.
+# made blindly lose more than they win. By how much? With logits z, a loss is
+# $\ln \sum e^z$ minus the logit of the right word. For normal z of mean 0 and
+# variance 1 that logit is 0 on average, but the mean of $e^z$ is $e^{1/2}$,
+# not 1. So the loss is about ln 14 + ½, or a little less.
 #
 # And why does the model write `<s>` again and again? Most of an untrained
 # decoder's state is the same whatever it has read, so the same word stays
@@ -4595,9 +4596,9 @@ def operations_of_table_1(projections=False):
 
 
 # %% [markdown]
-# Then the steps that must follow one another. Mind the small print: this is so
-# in training, and when a text is read. A model that *writes* must take one
-# turn after another, whatever its layers are.
+# Then the steps that must follow one another. Mind the small print: Table 1's
+# counts hold in training, and when a text is read. A model that *writes* must
+# take one turn after another, whatever its layers are.
 
 
 # %% tags=["claim"]
@@ -4663,8 +4664,8 @@ def paths_of_table_1(lengths=(9, 27, 81), k=3, dilated=True):
 # %% [markdown]
 # So one convolution does not relate all positions; it takes a stack. How high
 # must the stack be, for several widths? Without gaps we expect between n/k and
-# 2n/k layers; with gaps, just enough for k to the power of their number to
-# reach n. (In a sentence of no more than k words, one layer is enough.)
+# 2n/k layers; with gaps, the fewest layers N for which $k^N$ reaches n. (In a
+# sentence of no more than k words, one layer is enough.)
 
 
 # %% tags=["claim"]
@@ -4746,8 +4747,8 @@ def neighbours_cost_less(masked=False):
 # When does attention cost less than a recurrent layer? For n < d, says the
 # paper. That is so for what Table 1 counts. Four projections cost 4·n·d²,
 # which is more than the whole of the simplest recurrent layer, at any length.
-# (But hardly anyone used the simplest one: an LSTM, the usual kind, has four
-# such steps, each as dear.)
+# (But hardly anyone used the simplest one: an LSTM, the usual kind, does four
+# times its work.)
 
 
 # %% tags=["claim"]
@@ -4780,10 +4781,10 @@ def cheaper_where_n_is_below_d(widths=(16, 32, 64), projections=0):
 # layer grows with k, unless they are *separable*: each dimension by itself,
 # then a d × d matrix at each position. But a separable one that spans the
 # sentence, k = n, is of the same order as attention and a feed-forward network
-# together. (The paper says *equal*; it is in the order of growth, and the
-# separable convolution is still several times cheaper. And at k = 3 a
-# convolution costs less than an LSTM, which is four of the simplest recurrent
-# layers in one.)
+# together. (The paper says *equal*; only the order of growth is, and the
+# separable convolution is several times cheaper. And at k = 3 a convolution
+# costs less than an LSTM, which is four of the simplest recurrent layers in
+# one.)
 
 
 # %% tags=["claim"]
@@ -4980,7 +4981,7 @@ def gradients_of_both_orders():
 # **Where does it get lost?** With pre-norm nowhere: the sum hands the gradient
 # to x unchanged. With post-norm it must first go back through the norm, which
 # divides by the spread of the sum. That is above 1, as two parts were added.
-# Then x is given what comes back through the sum, and through the sub-layer.
+# Then x gets two parts: one straight from the sum, one through the sub-layer.
 # We follow it through the sub-layers of each stack:
 
 
@@ -5684,14 +5685,15 @@ def padding_waste():
 
 
 # %% [markdown]
-# We try this with our batches, on random pairs that are longer than captions.
-# The budget is 25,000 places a side (the paper has 25,000 tokens), and the
-# padding of both sides is counted. Similar lengths must save at least nine
-# tenths of the padding that random batches would have, and the batches must
-# hold 25,000 real tokens a side on average, give or take 15%. (By default an
-# update of ours adds up six batches of 4,096 places, 24,576 in all, padding
-# included, for places are what costs memory and time (*The training loop*). So
-# its real tokens are somewhat fewer than the paper's.)
+# We try the paper's claim with our batches, on random pairs longer than
+# captions. The budget is 25,000 places on the longer side (the paper has
+# 25,000 tokens), and the padding of both sides is counted. Similar lengths
+# must save at least nine tenths of the padding that random batches would have,
+# and the batches must hold 25,000 real tokens a side on average, give or take
+# 15%. (By default an update of ours adds up six batches of 4,096 places,
+# 24,576 in all, padding included, for places are what costs memory and time
+# (*The training loop*). So its real tokens are somewhat fewer than the
+# paper's.)
 
 
 # %% tags=["claim"]
@@ -5956,12 +5958,12 @@ def read_and_labels(rows): ...
 # %% [markdown]
 # ### 5.2 Hardware and schedule
 #
-# The authors trained base for 100,000 updates in 12 hours, and big for
-# 300,000 in 3.5 days, on eight P100 GPUs. The cells of this book take the
-# processor, and the commands at its end what there is: a CUDA GPU, else
-# Apple's, else the processor. A GPU is tried first, in the folded cell, for
-# not every build of PyTorch can use every GPU. (Those for CUDA 12.8 and later
-# leave out the P100: PyTorch's issue 157517.)
+# The authors trained base for 100,000 updates in 12 hours, and big for 300,000
+# in 3.5 days, on eight P100 GPUs. The cells of this book take the processor,
+# and the commands at its end what there is: a CUDA GPU, else Apple's, else the
+# processor. The folded cell tests a GPU before taking it, for not every build
+# of PyTorch can use every GPU. (Those for CUDA 12.8 and later leave out the
+# P100: PyTorch's issue 157517.)
 
 
 # %% tags=["plumbing"]
@@ -6027,8 +6029,8 @@ def big_takes_half_a_week(seconds=1.0):
 # Table 2 says what training cost, in operations: the time, times eight GPUs,
 # times the 9.5 · 10¹² operations a second that the authors take a P100 to
 # sustain in 32 bits. (By its data sheet it could make 10.6 · 10¹² at most, in
-# the faster of its two builds. For the others' models the footnote has 2.8,
-# 3.7 and 6.0 · 10¹², of a K80, a K40 and an M40.)
+# the faster of its two builds. A footnote of the paper has 2.8, 3.7 and 6.0 ·
+# 10¹² for K80, K40 and M40.)
 
 
 # %% tags=["claim"]
@@ -6086,9 +6088,9 @@ def table_2_counts_operations(busy=1.0):
 # %% [markdown]
 # So Table 2 says how long the GPUs were in use, not how many operations the
 # model needs: they seem to have done less than half of the 9.5 · 10¹² a
-# second. (`busy=0.35` tries that.) Larger batches alone would not explain it.
-# They would have to hold 87,000 tokens for base and 59,000 for big, where the
-# paper has 25,000.
+# second. (`busy=0.35` tries that.) Could the real batches have been larger? To
+# close the gap they would have to hold 87,000 tokens for base and 59,000 for
+# big; the paper has 25,000.
 
 # %% [markdown]
 # ### 5.3 Optimizer
@@ -6249,8 +6251,7 @@ def learning_rate_curves():
 # w and the factor must be tried out. Of the tasks to come, copying digits and
 # the small German-English corpus that the book generates have w = 200, and
 # captions of photographs have 300 (with pre-norm) or 2,000. The warm-up
-# matters: Section 6.2 trains without one, too, and with post-norm the loss is
-# worse.
+# matters: in Section 6.2, leaving it out makes the loss of post-norm worse.
 #
 # **Asked often:** why warm up, and how to set it for small batches? The paper
 # does not say why. Post-norm is easily upset at the start (*Post-norm against
@@ -7280,8 +7281,8 @@ def step_words():
 # %% [markdown]
 # **Back to one gradient.** How does the loss change with one weight? Take W_2
 # of the decoder, and in it the weight from hidden unit 1 to dimension 3. That
-# unit is awake (not 0) in one row only, that of `<s>`: so one term is all.
-# Three steps lead back to it.
+# unit is awake (not 0) in one row only, that of `<s>`, so no other row counts.
+# Three steps lead back to the weight.
 #
 # 1. From the loss to the logits. With z for the logits of a row, its loss is
 #    $\log \sum e^z - \sum y z$; the derivative of the first part with respect
@@ -7336,9 +7337,9 @@ def gradient_by_hand(unit, dimension):
 # 3. The hidden unit is 1.464; times the printed −0.0290, that is
 #    1.464 · (−0.0290) = −0.0425.
 #
-# It is negative: the loss falls when this weight grows. The last line shows
-# that without any calculus, as the change of the loss when the weight grows by
-# 0.00001, divided by that.
+# It is negative: the loss falls when this weight grows. The last line of the
+# output finds it without calculus: let the weight grow by 0.00001, and divide
+# the change of the loss by 0.00001.
 
 
 # %%
@@ -7543,13 +7544,13 @@ class Recipe:
 # %% [markdown]
 # **Asked often:** how is the loss normalised when gradients are accumulated?
 # Per real token of the whole update (*fills a gap in the paper*, which does
-# not say by what it divides). Its loss is the sum over its real target tokens
-# divided by their number. If 25,000 tokens do not fit into memory at once,
-# several smaller batches are run one after the other, their gradients are
-# added up, and then one update is made. For this *accumulation* to give the
-# gradient of the large batch, each part must be divided by the number of
-# tokens in *all* parts. Dividing each by its own number and not dividing at
-# all are both common, and both wrong.
+# not say by what it divides). The update's loss is the sum over its real
+# target tokens divided by their number. If 25,000 tokens do not fit into
+# memory at once, several smaller batches are run one after the other, their
+# gradients are added up, and then one update is made. For this *accumulation*
+# to give the gradient of the large batch, each part must be divided by the
+# number of tokens in *all* parts. Dividing each by its own number and not
+# dividing at all are both common, and both wrong.
 #
 # `smoothed_loss` gives rows of padding no loss, so they can stay in.
 
@@ -7910,9 +7911,9 @@ def writing_without_the_causal_mask():
 
 
 # %% [markdown]
-# The model must be in evaluation mode. To make sure, it is put there, and
-# put back after. (By one thread at a time: two that use one model so would put
-# back each other's mode.)
+# The model must be in evaluation mode. To make sure, it is put there, and put
+# back after. (One thread at a time: two that share a model would put back each
+# other's mode.)
 
 
 # %%
@@ -8578,9 +8579,9 @@ def the_copy_task():
 # each position gets a vector that is trained like any weight. Both kinds start
 # from the same weights and see the same batches. (With no positions at all,
 # copying can't be learned.) Mind that both end at 100 %, where nothing can
-# differ any more. A shorter training shows that they can: of 120 updates in
-# all, the rate falling to 0 in the last 20, learned positions had 85 of 100
-# sequences right and sinusoids 48, with the one seed tried (set `updates=120`;
+# differ any more. A training of only 120 updates, the rate falling to 0 in the
+# last 20, shows that they can: learned positions had 85 % of the sequences
+# right and sinusoids 48 %, with the one seed tried (set `updates=120`;
 # `results/claims.json`). *Table 3, in small* compares them once more, where
 # neither is perfect.
 
@@ -8643,8 +8644,8 @@ def learned_positions_do_as_well(other="learned", seeds=1, updates=400):
 # The second is the reason that the paper gives for its choice: sinusoids "may"
 # carry over to sequences longer than any in training. The model above saw 3 to
 # 10 digits. We give it 200 sequences of each length, and say that sinusoids
-# carry over if more than 90 of 100 are still right at 12. (At 10, they are. At
-# 11 many are, whereas learned positions fail at once.)
+# carry over if more than 90 % are still right at 12. (At 10, they are. At 11
+# many are, whereas learned positions fail at once.)
 
 
 # %% tags=["claim"]
@@ -8923,11 +8924,11 @@ def dropout_keeps_the_mean():
 # --src en --tgt de --preset laptop --half --steps 200 --save-every 1000 --out
 # runs/short`, on two cores of an Intel Xeon with such units, seed 0, commit
 # `be014f8`; the others with both variables of the cell set to 1024. The time
-# is that of the second pair, which ran alone.) In this notebook cells before
-# have asked oneDNN for products, so there it comes too late; train for long by
-# a script. A `Writer` by itself, see *Writing, sooner*, leaves this alone: the
-# sizes of one batch's steps recur in the next one's, and with fewer kept it is
-# slower.
+# is that of the second pair, which ran alone.) In this notebook, earlier cells
+# have asked oneDNN for products, so the limit comes too late; use a script for
+# a long training. A `Writer` by itself, see *Writing, sooner*, leaves this
+# alone: the sizes of one batch's steps recur in the next one's, and with fewer
+# kept it is slower.
 
 
 # %% tags=["plumbing"]
@@ -9571,12 +9572,12 @@ def speeds(vocab=5000, turns=3, forms=None):
 
 # %% [markdown]
 # How far is that from the limit? PyTorch counts the operations in products of
-# one update, with batches of like length. At best a machine makes as many
-# tokens a second as its rate of products allows, at so many operations for
-# each; for the forms in 16 bits, its rate in 16 bits. (Random batches need
-# more operations for a real token, as padding is multiplied, too: in the first
-# line this counts as a loss. The rate is measured before the forms and after
-# them, and the higher counts: a slow moment must not lower the limit.)
+# one update, with batches of like length. At best a machine's tokens a second
+# are its rate of products divided by the operations for one token; forms in 16
+# bits are held to its 16-bit rate. (Random batches need more operations for a
+# real token, as padding is multiplied, too: in the first line this counts as a
+# loss. The rate is measured before the forms and after them, and the higher
+# counts: a slow moment must not lower the limit.)
 
 
 # %%
@@ -9630,16 +9631,16 @@ def one_technique_after_another():
 # depends on the sizes, and on the hour: with 10,000 words and 4,096 places, as
 # `benchmarks/training.py` measures it on captions, products in 16 bits were
 # worth a factor of 1.3 to 1.5 in nine runs of it on two cores of an AMD EPYC,
-# the loss in slices between 1.4 and nothing, and the whole 3.6 to 4.9. Our own
-# formula for attention, where texts are short, makes an update 1.06 times as
-# fast there in 32 bits as torch's, and 1.15 times in 16; fused Adam brings
-# next to nothing. In the small updates above the form *fused attention* brings
-# more, by its joined products: up to 24 places, the forms before it use the
-# same formula. (The table that is stored above is that EPYC's. There oneDNN is
-# not clearly faster, so there is no form *products by oneDNN*. The rates that
-# are stored at the head of this chapter are a newer EPYC's.) And the last form
-# is not at the limit: what remains are the many small operations between the
-# products, which wait for memory.
+# the loss in slices 1 to 1.4, and the whole 3.6 to 4.9. Our own formula for
+# attention, where texts are short, makes an update 1.06 times as fast there in
+# 32 bits as torch's, and 1.15 times in 16; fused Adam brings next to nothing.
+# In the small updates above the form *fused attention* brings more, by its
+# joined products: up to 24 places, the forms before it use the same formula.
+# (The table that is stored above is that EPYC's. There oneDNN is not clearly
+# faster, so there is no form *products by oneDNN*. The rates that are stored
+# at the head of this chapter are a newer EPYC's.) And the last form is not at
+# the limit: what remains are the many small operations between the products,
+# which wait for memory.
 #
 # On other processors it is different. With units for whole matrices in 16 bits
 # (AMX) the limit is several times as high, and the forms in 16 bits reach a
@@ -10110,8 +10111,8 @@ def as_graph(work, device, pool=None):
 
 # %% [markdown]
 # **Measured on a GPU.** Base, on an NVIDIA H200, with products in 16 bits and
-# updates of 25,000 places (texts of 32). The numbers are parts of the rate of
-# one large product. torch's own Transformer reaches 0.18 as it is, 0.29
+# updates of 25,000 places (texts of 32). The numbers are fractions of the rate
+# of one large product. torch's own Transformer reaches 0.18 as it is, 0.29
 # compiled, and 0.30 compiled and recorded; ours 0.19, 0.33 and 0.39. So the
 # last form is **1.30** times as fast as torch's in the same form. (Whether
 # ours is faster as it is, is not certain: in the rounds it made 0.93 to 1.08
@@ -10127,8 +10128,8 @@ def as_graph(work, device, pool=None):
 # ### Writing, sooner
 #
 # To write sixteen words, the decoder's matrices are used sixteen times, each
-# time by few rows. What can be prepared once should be. These make the
-# `Writer` below faster than `Cache`; none changes what is computed.
+# time for few rows. What can be prepared once should be. The following make
+# the `Writer` faster than `Cache`; none changes what is computed.
 #
 # * **Weights laid out once.** Before a library multiplies, it copies the
 #   weights into the order in which the processor reads them best. With a
@@ -10349,15 +10350,15 @@ class Reader:
 # mostly come sorted by length, so in parts of 64 they need little padding.
 #
 # A Writer takes the model apart: it knows where the weights are, and does the
-# rest itself. If you have changed a part (say, so that queries are turned),
-# the Writer would not notice, and would still compute the book's formula. So
-# when it is made, it reads two random texts of 24 places, and so does the
-# model. If their logits differ, in the mean, by more than two thousandths of
-# their standard deviation (three hundredths in 16 bits, and in 8, where one
-# integer that is rounded otherwise changes what follows), it refuses; by
-# rounding in 32 bits they differ by far less. (It can't notice what does less
-# than that, such as a new part that begins near 0, nor what shows only in
-# longer texts, such as a window of 30 places.)
+# rest itself. If you had changed a part (say, so that queries are turned), the
+# Writer alone would still compute the book's formula. So when it is made, it
+# reads two random texts of 24 places, and so does the model. If their logits
+# differ, in the mean, by more than two thousandths of their standard deviation
+# (three hundredths in 16 bits, and in 8, where one integer that is rounded
+# otherwise changes what follows), it refuses; by rounding in 32 bits they
+# differ by far less. (It can't notice what does less than that, such as a new
+# part that begins near 0, nor what shows only in longer texts, such as a
+# window of 30 places.)
 
 
 # %%
@@ -10910,8 +10911,8 @@ def bytes_kept(N, D, W, T, S): ...
 # %% [markdown]
 # #### Nouns and adjectives
 #
-# A noun is written as its gender (m, f, n), singular, plural and English; an
-# English plural that is more than an added *-s* follows. The gender w marks
+# A noun is written as its gender (m, f, n), singular, plural and English, and
+# then its English plural if that is not just an added *-s*. The gender w marks
 # the weak masculine nouns, whose singular form serves only in the nominative,
 # the case of the subject: *der Junge*, but *den Jungen* and *dem Jungen*. A
 # dash says that the noun is not counted: no plural, no *ein*. A plus sign
@@ -11236,11 +11237,10 @@ for _line in USE_TABLE.strip().splitlines():
 # #### Pieces that know their counterpart
 #
 # Here is the trick that gives the true alignment for nothing. A sentence is
-# built not from words but from pieces, and a piece is a word with a label.
-# Pieces with the same label translate each other. `linked` gives one label
-# to the k-th German word and to the k-th group of English words. In *am
-# Morgen* and *in+the morning*, *am* shares its label with *in* and with
-# *the*.
+# built from pieces: here, unlike in 5.1, a piece is a whole word with a label.
+# Pieces with the same label translate each other. `linked` gives one label to
+# the k-th German word and to the k-th group of English words. In *am Morgen*
+# and *in+the morning*, *am* shares its label with *in* and with *the*.
 
 # %% tags=["plumbing"]
 Marked = list[tuple[str, str]]  # (word, label)
@@ -11871,7 +11871,7 @@ class Coder:
 
 
 # %% [markdown]
-# Without the sign at its end a model would never learn to stop:
+# Without `</s>` after each target a model would never learn to stop:
 
 
 # %%
@@ -12189,9 +12189,9 @@ def bleu_of_one_sentence():
 # count? Scores of different tokenizations or letter cases cannot be compared.
 # sacreBLEU (Post, 2018) fixes the details and prints them as a *signature*
 # beside the score, so every score that we report is sacreBLEU's, without
-# regard to case unless we say so. Its usual rules, called *13a*, cut at spaces
-# and around punctuation. In a language without spaces a whole sentence would
-# be one word, and every score near 0, so there we count letters:
+# regard to case unless we say otherwise. Its usual rules, called *13a*, cut at
+# spaces and around punctuation. In a language without spaces a whole sentence
+# would be one word, and every score near 0, so there we count letters:
 
 
 # %%
@@ -12441,10 +12441,10 @@ def a_generated_pair():
 #
 # *Differs from the paper*: after the warm-up the rate falls linearly, as in
 # the copy task. In so short a training this counts: by Equation 3 alone, the
-# same 600 updates leave 32 of the 1,000 test sentences below with a mistake,
-# not 6 (seed 0, one thread of an AMD EPYC, commit `108b4f4`).
+# same 600 updates leave mistakes in 32, not 6, of the 1,000 test sentences
+# (seed 0, one thread of an AMD EPYC, commit `108b4f4`).
 #
-# (Of *Making it fast* are two names in the cell: `fast` gives the model's
+# (Two names in the cell come from *Making it fast*: `fast` gives the model's
 # parts their quicker form, and `backward_in_slices` is a quicker `backward`.
 # Without both the model would learn as well, only more slowly.)
 
@@ -12596,11 +12596,11 @@ def your_own_sentence():
 
 # %% [markdown]
 # In the run stored here the first is right, and of the second the verb and the
-# ball are lost. A longer training (commit `c509267`) had both right; and one
-# that differed from it in rounding alone (commit `6960fff`) lost the same two.
-# In your run it may be wrong in another way. A model knows its corpus, not the
-# language: words it has never seen become `<unk>`, and an order of words it
-# has never met may go wrong in any way.
+# ball are lost. A longer training (commit `c509267`) had both right; one that
+# differed from it in rounding alone (commit `6960fff`) again lost verb and
+# ball. In your run it may be wrong in another way. A model knows its corpus,
+# not the language: words it has never seen become `<unk>`, and an order of
+# words it has never met may go wrong in any way.
 
 
 # %% [markdown]
@@ -12746,11 +12746,10 @@ def big_is_best_to_french(name="big"):
 # but the caption of Table 2 speaks of a fraction of the cost, and seems to
 # mean both models.)
 #
-# To French much depends on the number: with 41.8 big is better than all; with
-# the text's 41.0 two of the ensembles are better. And base, with 38.1, is
-# below each of the others: what the caption says of better scores, and Section
-# 1 of a new state of the art after twelve hours, holds of base to German
-# alone.
+# To French, big is better than all with the table's 41.8; with the text's 41.0
+# two of the ensembles are better. Base, with 38.1, is below each of the
+# others. So the caption's better scores, and Section 1's new state of the art
+# after twelve hours, hold for base to German alone.
 #
 # ### 6.1 Beam search
 #
@@ -12766,10 +12765,10 @@ def big_is_best_to_french(name="big"):
 # Greedy decoding takes the first, and ends at 0.6 · 0.5 = 0.30. A beam of two
 # keeps both, and finds 0.4 · 0.9 = 0.36.
 #
-# A continuation that ends with `</s>` is done: it is a *hypothesis*, and
-# leaves its place in the beam empty (*fills a gap in the paper*; the authors'
-# tensor2tensor fills it with the next best, and goes on with four). So four
-# sentences come out, of different lengths. Which is best? Each further word
+# A continuation that ends with `</s>` is done: it is a *hypothesis*, and its
+# place in the beam stays empty. So four sentences come out, of different
+# lengths. (That *fills a gap in the paper*; the authors' tensor2tensor puts
+# the next best there, and goes on with four.) Which is best? Each further word
 # multiplies the probability by a number below 1, so the plain sum of
 # logarithms prefers short sentences. The paper divides by the **length
 # penalty** of Wu et al. (2016), with α = 0.6. It helps long sentences, for the
@@ -12906,7 +12905,7 @@ def continue_in_parts(scores, parts, at_limit):
 # ended are taken out, and `stay` says which sources still have a beginning
 # worth going on with.
 #
-# The search for a source ends when no beginning is left. If only the best
+# A source's search ends when no beginning is left. If only the best
 # translation is wanted (`first`), it ends sooner: log-probabilities never
 # rise, so no beginning can reach more than its own sum divided by the largest
 # length penalty. For the best beginning of a source, this bound is the
@@ -13012,9 +13011,9 @@ def log_probability(model, src, tokens):
 
 # %% [markdown]
 # With width 1, beam search is greedy decoding. With a beam so wide that
-# nothing is dropped, it is exhaustive search: with three words, and at most
-# three in a row, all sentences can be listed. And stopping early must give the
-# same best sentence:
+# nothing is dropped, it is exhaustive search: with three words, and sentences
+# of three at most, all can be listed. And stopping early must give the same
+# best sentence:
 
 
 # %%
@@ -13681,9 +13680,9 @@ def narrow(model, d_k):
 
 # %% [markdown]
 # Each row says what it changes; all else is base's. The printed millions
-# follow, None where the paper leaves the place empty: it means "as in base".
-# (E is left out: the paper does not say how many positions were learned. So
-# are the two rows of label smoothing, which can't change the size.)
+# follow; None is a place that the paper leaves empty, for "as in base". (E is
+# left out: the paper does not say how many positions were learned. So are the
+# two rows of label smoothing, which can't change the size.)
 
 # %%
 TABLE_3 = {
@@ -13801,7 +13800,7 @@ def heads_cost_nothing(d_k=None):
 
 # %% [markdown]
 # **What to notice.** All rows but big agree with each other, on a vocabulary
-# some 4,000 larger than the paper's 37,000. So narrow a range for ten printed
+# some 4,000 larger than the paper's 37,000. One vocabulary for ten printed
 # sizes suggests that they were counted as we count. Big alone does not fit:
 # its printed size asks for a *smaller* vocabulary. Why, the paper does not
 # say.
@@ -14000,11 +13999,11 @@ def defaults_are_the_papers(preset=None):
 #
 # The table's perplexities are *per piece*. Its caption warns against comparing
 # them with those per word. The finer a text is cut, the easier the questions,
-# and the more of them there are. To see this, one kind of simple model, which
-# counts how often one token follows another (and adds 0.01 to each count, so
-# that nothing is impossible), predicts the same text in words, in pieces and
-# in letters. (With `per="word"` all three are counted per word, and may be
-# compared; each number is then shown twice.)
+# and the more of them there are. To see this, let a simple model predict the
+# same text in words, in pieces and in letters. It counts how often one token
+# follows another (and adds 0.01 to each count, so that nothing is impossible).
+# (With `per="word"` all three are counted per word, and may be compared; each
+# number is then shown twice.)
 
 
 # %% tags=["claim"]
@@ -14090,12 +14089,11 @@ def two_noisy_pairs():
 # word 1, for 8 comes next; and 20 is form 1 of word 8, for the first word, 12,
 # decides. Neither pair has a wrong form.
 #
-# One trial trains a small model on 2,000 pairs and measures it on 1,000 drawn
-# afresh, word by word, given the true beginning: the loss (e to the loss is
-# the perplexity), the smoothed loss, the share of words that are right
-# (`</s>` is one of them), and the loss of the mean of the last five
-# checkpoints. `rise=False` leaves out the warm-up: the rate begins at its
-# highest.
+# One trial trains a small model on 2,000 pairs and measures it on 1,000 new
+# ones, each word given the true words before it: the loss (e to the loss is
+# the perplexity), the smoothed loss, the share of words that are right (`</s>`
+# is one of them), and the loss of the mean of the last five checkpoints.
+# `rise=False` leaves out the warm-up: the rate begins at its highest.
 
 
 # %%
@@ -14167,8 +14165,8 @@ def trial(seed, updates, pairs=2000, smoothing=0.1, rise=True, factor=0.35,
 # deviation over n seeds, then d ± t·s/√n covers the true difference in 95 of
 # 100 such experiments (t is Student's for n − 1 degrees of freedom; we take
 # the differences to be normally distributed). We call a difference real if
-# this interval leaves out 0, and hold to that. (So of twenty differences that
-# are none, about one is called real.)
+# this interval leaves out 0, and hold to that. (So where there is no
+# difference, about one in twenty is called real.)
 
 
 # %%
@@ -14438,11 +14436,11 @@ def variations_in_small():
 #
 # By the long form of the other rows this was *not reproduced*: after 300
 # updates learned positions are ahead, by 0.242 ± 0.053, as in the copy task.
-# But the paper speaks of the end of a training. After 600 updates the
-# difference was −0.022 ± 0.028, after 1,200 it was +0.001 ± 0.005 (seeds 0 to
-# 7, commit `f6b8d24`; set `seeds` and `updates`). By then we had looked. So
-# the long form now takes 600 updates and eight seeds that nobody had seen, 100
-# to 107, and those count.
+# But the paper speaks of the end of a training. After 600 updates they were
+# ahead by 0.022 ± 0.028, after 1,200 behind by 0.001 ± 0.005 (seeds 0 to 7,
+# commit `f6b8d24`; set `seeds` and `updates`). By then we had looked. So the
+# long form now takes 600 updates and eight seeds that nobody had seen, 100 to
+# 107, and those count.
 
 
 # %% tags=["claim"]
@@ -14467,8 +14465,8 @@ def learned_positions_change_little(
 
 # %% [markdown]
 # Rows (D). Dropout is meant to guard against learning by heart, so let there
-# be little to learn from: 100 pairs. (With 2,000 it should be in the way.)
-# From here on one layer will do, which learns sooner.
+# be little to learn from: 100 pairs. (With 2,000 it should be in the way.) Up
+# to the warm-up one layer will do, which learns sooner.
 
 
 # %% tags=["claim"]
@@ -14644,16 +14642,16 @@ def pre_norm_needs_it_less(seeds=3, updates=90, N=2):
 #
 # The paper's trees may not be copied freely, so a small grammar writes ours. A
 # rule says what a symbol may consist of, with a weight for how often. {n} and
-# {m} stand for s or p, singular or plural. (Where a letter stands on the right
-# alone, there are two rules, one for s and one for p, each with the whole
-# weight. So S has a rule of 8 twice, and *S and S*, of 1, once: once in 17
-# times an S is two.) The tree shows neither what follows a slash nor the
-# classes of words, such as Det; of a symbol with a plus it shows only the
-# parts. S is a sentence, NP and VP are phrases around a noun and a verb, PP
-# begins with *of* or *with*, SBAR with *that*. Verbs of the class Act have an
-# object, those of Rest have none, and those of Say are followed by a sentence
-# with *that*. S/gap is a sentence without its object, for which *that* stands:
-# *the dog that the man sees*.
+# {m} stand for s or p, singular or plural. (A letter that stands only on the
+# right makes two rules, one for s and one for p, each with the whole weight.
+# So S has two rules of weight 8 and one, *S and S*, of weight 1: one S in 17
+# is two.) The tree shows neither what follows a slash nor the classes of
+# words, such as Det; of a symbol with a plus it shows only the parts. S is a
+# sentence, NP and VP are phrases around a noun and a verb, PP begins with *of*
+# or *with*, SBAR with *that*. Verbs of the class Act have an object, those of
+# Rest have none, and those of Say are followed by a sentence with *that*.
+# S/gap is a sentence without its object, for which *that* stands: *the dog
+# that the man sees*.
 
 # %% tags=["plumbing"]
 GRAMMAR = """
@@ -15079,8 +15077,8 @@ def parsing_new_sentences():
 # those that are wrong lack a span or two. On sentences longer than any in
 # training our network breaks down, while the grammar minds far less.
 #
-# Does it go by what decides? Six patterns of sentences, in pairs that differ
-# at one place: 50 of each, and how many trees are exactly right.
+# Does the network go by what decides? We take six patterns, in pairs that
+# differ at one place, 50 sentences of each, and count the trees exactly right.
 
 
 # %%
@@ -15210,8 +15208,8 @@ def the_model_learns_to_parse(updates=1400):
 # drawn from those of the test, as many as it has, some twice, some never, each
 # with all its sentences; and both parsers are scored on them. That is done
 # 2,000 times. The difference must be above 0 in 39 drawings of 40, or below it
-# in as many. (With `measure="exact"` whole trees are counted. This does not
-# tell what another seed would bring.)
+# in as many. (With `measure="exact"` whole trees are counted. No drawing tells
+# what another seed would bring.)
 
 
 # %% tags=["claim"]
@@ -15267,10 +15265,10 @@ for _name, _text in (
     )  # fmt: skip
 
 # %% [markdown]
-# But what the text concludes from Table 4 can be compared with the table: F1
-# on Section 23 of the Wall Street Journal, by what a parser learned from. The
-# model of Vinyals and Kaiser is a recurrent one that writes trees as a
-# sequence (Vinyals et al., 2015), Petrov's is the BerkeleyParser (Petrov et
+# But what the text concludes from Table 4 can be compared with the table. It
+# has F1 on Section 23 of the Wall Street Journal, by what a parser has learned
+# from: The model of Vinyals and Kaiser is a recurrent one that writes trees as
+# a sequence (Vinyals et al., 2015), Petrov's is the BerkeleyParser (Petrov et
 # al., 2006), and Dyer's the recurrent neural network grammar (Dyer et al.,
 # 2016), of which there are two kinds. (The table calls the training of the
 # second *generative*. That is a kind of model; it, too, learned from the
@@ -15791,12 +15789,12 @@ def attention_against_the_alignment():
 # ### Heads with a role
 #
 # The paper says that single heads clearly learn different tasks, and shows
-# some at work on two sentences (Section 4, and Figures 3 to 5 at its end: all
-# of the encoder's fifth layer of six). A picture that was chosen can mislead.
-# So here a role is a *question with an answer*: for each word of some kind,
-# where must a head with this role look? The score of a head is how often its
-# largest weight is there, over many sentences. The grammar that wrote the
-# corpus knows the answers. These are the roles:
+# some at work on two sentences (Section 4, and Figures 3 to 5 after the
+# references: all of the encoder's fifth layer of six). A picture that was
+# chosen can mislead. So here a role is a *question with an answer*: for each
+# word of some kind, where must a head with this role look? The score of a head
+# is how often its largest weight is there, over many sentences. The grammar
+# that wrote the corpus knows the answers. These are the roles:
 #
 # | attention | role | asks at | right is |
 # |---|---|---|---|
@@ -16077,11 +16075,11 @@ def heads_learn_different_tasks(sentences=300, trained=True):
 
 # %% [markdown]
 # Figure 3 of the paper: heads of the encoder look from a verb at a distant
-# word that completes it. We ask at *macht* for *auf* and, about three times
-# as often, at *hat* for *gegessen* where English has one word, *ate*;
-# wherever at least two words lie between. (The caption says that many heads of
-# that layer do; we are content with one. Another kind of distant word:
-# `role="hat: time"`.)
+# word that completes it. Where at least two words lie between, we ask at
+# *macht* for *auf* and, about three times as often, at *hat* for *gegessen* if
+# English has one word, *ate*. (The caption says that many heads of that layer
+# do; we are content with one. Another kind of distant word: `role="hat:
+# time"`.)
 
 
 # %% tags=["claim"]
@@ -16117,9 +16115,9 @@ def heads_bridge_distance(sentences=300, role="verb: its rest", apart=3):
 # Figure 5: what many heads do has to do with how the sentence is built. We
 # count the encoder's heads that look right in one of the five roles of grammar
 # more than half of the time, and more often than any head of four untrained
-# models. (The second number below is of those that do the latter, be it more
-# than half of the time or less.) "Many" here means half of the encoder's
-# heads. (The paper shows two: `many=2`.)
+# models. (Last, the finding counts all heads that pass the second of these
+# tests.) "Many" here means half of the encoder's heads. (The paper shows two:
+# `many=2`.)
 
 
 # %% tags=["claim"]
@@ -16204,12 +16202,11 @@ def each_head_removed():
 
 
 # %% [markdown]
-# Then the heads that look from *hat* to the time: all that were right at least
-# half of the time in validation sentences. (For Figure 5 we counted those
-# above half in test sentences.) If the model knows the tense from them, then
-# only sentences in which *hat* stands with a time should suffer. As a control
-# we remove the same number of other encoder heads, those that look there
-# least.
+# Then the heads that look from *hat* to the time: all that score at least 50 %
+# on validation sentences. (For Figure 5 we counted those above 50 % on test
+# sentences.) If the model knows the tense from them, then only sentences in
+# which *hat* stands with a time should suffer. As a control we remove the same
+# number of other encoder heads, those that look there least.
 
 
 # %%
@@ -16361,10 +16358,10 @@ def what_the_weights_carry():
 # their weight to `</s>`, and take less from it: what it offers is only about
 # half as long as what the words offer. (Weights must sum to 1, so a head that
 # finds nothing to look for needs a place where weight does little harm. That
-# is what Clark et al., 2019, suppose of BERT's separators.) And in every
-# fourth row there the brightest cell is not the word that gives most. In the
-# second layer it mostly is, and in cross-attention nearly always, so what was
-# counted there stands.
+# is what Clark et al., 2019, suppose of BERT's separators.) In one row of four
+# in layer 1 the brightest cell is not the word that gives most. In layer 2 it
+# mostly is, and in cross-attention nearly always, so what was counted there
+# stands.
 #
 # **Asked often:** do attention weights explain what the model does? (Section 4
 # hopes for models that are easier to interpret.) They say
@@ -16667,8 +16664,8 @@ def price_of_many_spellings():
 
 
 # %% [markdown]
-# (For the German captions of Multi30k's validation set and the pieces of
-# `results/model-en-de` it is 0.14 with 0.1.)
+# (At `--bpe-dropout 0.1`, Multi30k's German validation captions, in the pieces
+# of `results/model-en-de`, cost 0.14 a token.)
 #
 # **R-Drop** (Liang et al., 2021). Each batch goes through the model twice,
 # with different dropout. Both must predict the words, and they must agree:
@@ -16755,10 +16752,10 @@ def disagreement_is_two_divergences():
 # **A moving average** does, as training goes on, what the average of
 # checkpoints does at its end. After update n every averaged weight moves
 # 9/(10+n) of the way to the current one, but never less than 1 − d. (d is
-# `ema` in a `Recipe`, 0.999 for example.) Where it moves by a part p, it is a
-# mean over about the last 1/p updates. So at first that is the last ninth of
-# those so far; from update 8,990 on, where 9/(10+n) is 0.001, it is about the
-# last thousand. Each validation uses it.
+# `ema` in a `Recipe`, 0.999 for example.) A weight that moves by a part p is a
+# mean over about the last 1/p updates: at first over the last ninth of all so
+# far, and from update 8,990 on, where 9/(10+n) is 0.001, over about the last
+# thousand. Each validation uses it.
 
 
 # %%
@@ -17128,8 +17125,8 @@ def reading_back_weighs_both_verdicts():
 
 # %% [markdown]
 # **Voting** (Kumar and Byrne, 2004; *minimum Bayes risk*). Why take the first
-# of the list? It is the likeliest (but for its length); but for a caption the
-# likeliest of eight texts has 0.4 to 6 % of the probability, and all eight
+# of the list? Length penalty apart, it is the likeliest. Yet the likeliest of
+# eight texts for a caption has 0.4 to 6 % of the probability, and all eight
 # together have 1.5 to 17 % (the medians of three published models, on the
 # validation set). And a text is measured by how much it shares with a
 # reference. The model does not know the reference, but it can guess: it may be
@@ -17250,9 +17247,9 @@ def votes_are_counted():
 # **The one that is closest to the truth** (Kim and Rush, 2016). When models
 # write text to learn from (*Data diversification*, above), a person has
 # translated the same sentence, and we know how. So the beam need not guess
-# which of its texts is best: take the one that is most like the reference. It
-# is the model's own language, which a small model learns sooner than what
-# people write, and it keeps near the reference. In `diversify` it is
+# which of its texts is best: take the one that is most like the reference.
+# That text is in the model's own language, which a small model learns sooner
+# than people's, and is near the reference. `diversify` does this with
 # `--closest`, and needs a list: `--beam 8`, say. What it brings stands under
 # *The levers, measured*. (*Differs from that paper*, which measures by BLEU,
 # and has a large model write for a small one.)
@@ -17503,11 +17500,11 @@ def the_model_without_a_bug():
 # (Why is the perplexity of the last three so much worse than their loss? In
 # training a batch has sequences of nearly one length here; the 300 that are
 # measured stand in one batch, with padding. With these bugs, what a sequence
-# gets depends on what it is padded with. Measured by one length at a time, the
+# gets depends on what it is padded with. Measured one length at a time, the
 # softmax and the mask have a perplexity of 1.10 to 1.12, like the right model,
-# and the heads one of 1.15 to 1.44: of six seeds each, on an AMD EPYC, commit
-# `40dc9c4`. How much padding costs is a matter of luck: there the mask had
-# from 1.10 to 1.56 in one batch, and the softmax from 1.18 to 4.85.)
+# and the heads one of 1.15 to 1.44. In one batch the mask had 1.10 to 1.56,
+# and the softmax 1.18 to 4.85: what padding costs is luck. These are the
+# numbers of six seeds each, on an AMD EPYC, commit `40dc9c4`.)
 
 
 # %%
@@ -18183,6 +18180,16 @@ def write_whole(path, write):
         raise NotWritten(path, f"no space left? {why}") from None
 
 
+def write_tensors(path, content):
+    """Write a file of tensors whole: of the same tensors, the same bytes."""
+
+    def write(unfinished):
+        with unfinished.open("wb") as file:  # else its name is stored, too
+            torch.save(content, file)
+
+    write_whole(path, write)
+
+
 def unfinished_files(folder, names):
     """What a kill has left of files of these names (a regular expression)."""
     pattern = rf"({names})\.\d+\.part"
@@ -18314,7 +18321,7 @@ def save_translator(translator, folder, half=False, **facts):
         folder / "model.json",
         lambda p: p.write_text(text + "\n", "utf-8", "backslashreplace"),
     )
-    write_whole(folder / "weights.pt", lambda p: torch.save(state, p))
+    write_tensors(folder / "weights.pt", state)
 
 
 # %% [markdown]
@@ -18865,9 +18872,9 @@ class Texts:
 # all its parts. Where one has an empty side, or one of over 1,000 letters
 # (which would take much memory to translate), it is used for nothing. And
 # copies of those that are held out do not stay in the training text, for
-# knowing them by heart would pass for translating. (Of short ones, up to 60
-# letters on both sides together, they do: *Yes.* is a sentence that may recur.
-# A copy is the same pair: a source with another target is none.)
+# knowing them by heart would pass for translating. (Copies of short ones, up
+# to 60 letters on both sides together, stay: *Yes.* is a sentence that may
+# recur. A copy is the same pair: a source with another target is none.)
 #
 # Validation files are taken as they are. If training text has copies of their
 # pairs, `train` only says how many (but for short ones). A text of over 5,000
@@ -19034,10 +19041,10 @@ class PackedPairs:
 # sentencepiece encodes a list of texts on all cores of the processor, so the
 # corpus is taken in portions. Very long pairs would need much memory in
 # training, so those of more than 100 tokens a side are left out (*fills a gap
-# in the paper*, which names no limit); their numbers are kept. Signs that the
-# vocabulary lacks (it may be an older model's, or learned from a sample) are
-# counted. The tokens go into a file without a name, which vanishes when nobody
-# uses it any more, however the program ends.
+# in the paper*, which names no limit), and listed by their places. Signs that
+# the vocabulary lacks (it may be an older model's, or learned from a sample)
+# are counted. The tokens go into a file without a name, which vanishes when
+# nobody uses it any more, however the program ends.
 
 
 # %%
@@ -19259,7 +19266,7 @@ class EncodedCorpus:
             content["pieces"] = vocabs[0].model.decode("latin-1")
         else:
             content["words"] = [vocab.words for vocab in vocabs]
-        write_whole(self.path, lambda p: torch.save(content, p))
+        write_tensors(self.path, content)
         self.stored = torch.load(self.path, mmap=True, weights_only=True)
         if self.stored["facts"] != content["facts"]:
             raise InputError(
@@ -19412,7 +19419,7 @@ class Run:
             "due": due,
         }
         folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / "checkpoint.pt", lambda p: torch.save(state, p))
+        write_tensors(folder / "checkpoint.pt", state)
 
     def load(self, folder):
         """Go on from checkpoint.pt; InputError if it is another run's.
@@ -20000,8 +20007,7 @@ def keep_snapshot(run, folder, number):
     if not first():
         return
     path = folder / f"weights-{run.step:06}.pt"
-    state = run.model.state_dict()
-    write_whole(path, lambda p: torch.save(state, p))
+    write_tensors(path, run.model.state_dict())
     there = snapshots(folder)
     end = there.index(path) + 1  # what comes after is of a run cut off
     for other in there[end:] + there[: max(0, end - number)]:
@@ -20358,10 +20364,9 @@ def added_by_processes(gradients):
 
 
 # %% [markdown]
-# Each process sends two gradients in one tensor: that of its share divided by
-# the tokens of both, and divided by twice its own, so that the sum of the
-# second is the usual mean. Each sum is compared with the gradient of the whole
-# batch:
+# Each process sends the gradient of its share twice, in one tensor: divided by
+# the tokens of both, and by twice its own tokens. The sum of the latter is the
+# usual mean. Each sum is compared with the gradient of the whole batch:
 
 
 # %%
@@ -20684,13 +20689,13 @@ def join_processes():
 # **When one of them dies**, the others cannot go on. `torchrun` stops them all
 # and, with `--max-restarts=3`, starts them anew, up to three times. Then
 # training goes on from the last checkpoint without being told to. (But only
-# with what it has begun itself: until a run has ended, the file `launch` in
-# its folder says which `torchrun` that was. A folder that holds an older model
-# is refused after a restart too.) The checkpoint holds the random state of
-# every process, so that on processors the end is the same, bit for bit, as if
-# nothing had happened. (With another number of processes a run can be resumed
-# too. It keeps its `--max-tokens`, and so its batches; dropout does not stay
-# the same.)
+# with a run that this `torchrun` has begun: until the run has ended, the file
+# `launch` in its folder says which one that was. A folder that holds an older
+# model is refused after a restart too.) The checkpoint holds the random state
+# of every process, so that on processors the end is the same, bit for bit, as
+# if nothing had happened. (With another number of processes a run can be
+# resumed too. It keeps its `--max-tokens`, and so its batches; dropout does
+# not stay the same.)
 #
 # **Several machines** do the same, if they see the same folders and know each
 # other by name: `torchrun --nnodes=2 --nproc-per-node=8 --max-restarts=3
@@ -20991,6 +20996,11 @@ def speaks_for_all(store):
 # | 46 | 20,000 | 38.2 |
 #
 # <!-- end of expect -->
+#
+# An older processor, with AVX2 and no instructions for 8 or 16 bits,
+# multiplies in 32, and is hardly slower: on two cores of an AMD EPYC (Zen 3)
+# the same command took 48 minutes, and has 39.5 on validation and 38.7 on the
+# test set (seed 0, commit `cd4ade7`, `results/laptop-en-de-avx2.json`).
 #
 # **Another recipe.** The third English-German line and the third
 # English-French one are by that of Wu et al. (2021), as far as we know it: the
@@ -22008,8 +22018,8 @@ def a_beam_on_a_caption():
 
 # %% [markdown]
 # **What to notice.** *Two dogs* is clear from the first two words on, and with
-# the fourth all other beginnings are gone: *are* and *playing*, half a unit of
-# log P behind *play*, live on, and say the same in other words. After twelve
+# the fourth all other beginnings are gone. After it *are* and *playing*, half
+# a unit of log P behind *play*, live on: the same in other words. After twelve
 # words three sentences have ended, and one place is left. The best of the
 # places leads from the first word to the last, so greedy decoding would write
 # this very sentence.
@@ -22114,9 +22124,9 @@ def two_verdicts():
 # train: the German can't be guessed from it, and the second column says so. In
 # the second sentence the second model would rather have the book that is read
 # *out of*; but with λ = ¼ the beam's own verdict weighs more. And neither
-# model knows what makes sense. In the third sentence the first does not know
-# what to do with the daughter. Where a text names her, the source is easier to
-# guess; so the old man repairs her.
+# model knows what makes sense. In the third sentence the first model can't
+# place the daughter. Where a text names her, the source is easier to guess; so
+# the old man repairs her.
 
 # %% [markdown]
 # And *voting* (in the same chapter), where the German-English model is alone.
@@ -22154,9 +22164,10 @@ def an_election():
 # on texts that the beam does not hold, and that have no vote.
 
 # %% [markdown]
-# And if a person has translated the sentence, as in a training text, *the one
-# that is closest to the truth*. Below each of our own translations the
-# likeliest text and the closest of eight, and how like the two are to ours:
+# And if a person has translated the sentence, as in a training text, one may
+# take *the one that is closest to the truth*. Below each of our own
+# translations stand the likeliest text and the closest of eight, each with its
+# likeness to ours:
 
 
 # %%
@@ -22243,8 +22254,8 @@ def how_it_learned():
 # table under *Multi30k, measured*, comes from `en-de-tiny`, the third, by
 # BPE-dropout: it knows its training text less well, and new text surprises it
 # less. (`en-de-mean`, the sixth line, is a mean of these two and of what lay
-# between them.) `model-en-de`, the ninth, went on from there with text that
-# models have written. It knows the 29,000 pairs a little better than
+# between them.) `model-en-de`, the ninth, went on from that mean with text
+# written by models. It knows the 29,000 pairs a little better than
 # `en-de-plain` and `en-de-mean` do, and yet translates new text better, too.
 
 # %% [markdown]
@@ -22466,9 +22477,9 @@ def int8_products_are_close():
 #
 # <!-- end of fewer bits -->
 #
-# On the Xeon with AMX programs may use its units for matrices, which multiply
-# both kinds. The other is a virtual machine that hides them: there 16 bits
-# cost time. (`benchmarks/README.md` has the commits, and the files
+# One Xeon lets programs use its AMX, units for matrices in 8 or 16 bits. The
+# other is a virtual machine that hides them: there 16 bits cost time.
+# (`benchmarks/README.md` has the commits, and the files
 # `results/benchmarks-decoding-peers*.json` the rounds.)
 #
 # What it costs `results/model-de-en`, in BLEU with a beam of four: on
@@ -22579,8 +22590,8 @@ def export_stack(spec, stack, embedding, table):
 
 
 # %% [markdown]
-# The whole model, with its vocabularies. CTranslate2's own ending of a
-# source is switched on, so that it is given the tokens alone.
+# The whole model, with its vocabularies. CTranslate2 is told to add the
+# source's `</s>` itself, so give it the tokens alone.
 
 
 # %% tags=["plumbing"]
@@ -22687,12 +22698,11 @@ QUANTIZATIONS = (
 # translations differ and BLEU goes from 39.89 to 39.77, with the beam 101
 # differ and it goes from 40.20 to 40.21 (commit b75af4a,
 # `results/benchmarks-export.json`). On older processors CTranslate2's sums
-# seem to be cut off, too: of the 1,014 validation sentences, written greedily,
-# 274 come out otherwise there than in 32 bits, where newer instructions have
-# 100 (our own products in 8 bits: 141 and 109), and BLEU is 40.98, with newer
-# ones 41.04 (the same program with `--split val`, after
-# `ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2` and without, commit
-# `d7cf2f4`).
+# seem to be cut off, too. Of the 1,014 validation sentences, written greedily,
+# 274 then differ from those in 32 bits, with newer instructions 100 (our own
+# products in 8 bits: 141 and 109); BLEU is 40.98 and 41.04 (the same program
+# with `--split val`, after `ONEDNN_MAX_CPU_ISA=AVX2
+# MKL_ENABLE_INSTRUCTIONS=AVX2` and without, commit `d7cf2f4`).
 #
 # Four rules of decoding are not ours, and no conversion can change that:
 #
@@ -22989,14 +22999,14 @@ def keep_record(path, record):
 # is one process.
 #
 # How many updates a model needs, and at which rate, depends on its size. Base
-# and big have the paper's numbers (but for French big had `--dropout 0.1` and
-# both `--pieces 32000`). Of the checkpoints, their mean and the moving average
-# `train` keeps what is best in BLEU on validation; the paper takes the mean.
-# Tiny follows Wu et al. (2021): a peak rate of 0.005 and warm-up 2,000. Their
-# update had up to 4,096 tokens on each of two GPUs, and they made 8,000; here
-# an update has half as many places, and there are 5,000. Other sizes are named
-# one by one (`--layers`, `--d-model`, `--d-ff`, `--heads`); the recipe stays
-# the preset's.
+# and big have the paper's numbers for German (its numbers for French:
+# `--pieces 32000`, and for big `--dropout 0.1`). Of the checkpoints, their
+# mean and the moving average `train` keeps what is best in BLEU on validation;
+# the paper takes the mean. Tiny follows Wu et al. (2021): a peak rate of 0.005
+# and warm-up 2,000. Their update had up to 4,096 tokens on each of two GPUs,
+# and they made 8,000; here an update has half as many places, and there are
+# 5,000. Other sizes are named one by one (`--layers`, `--d-model`, `--d-ff`,
+# `--heads`); the recipe stays the preset's.
 
 # %% tags=["plumbing"]
 LAPTOP = dict(dropout=0.2, norm_first=True)  # the sizes are tiny's
@@ -23631,8 +23641,8 @@ def load_direction(args, device):
 
 # %% [markdown]
 # Two ways to choose from the beam stand under *Levers beyond the paper*. The
-# texts vote, or a model reads them back, which must be one of the other
-# direction. Both need a choice:
+# texts vote, or a model of the other direction reads them back. Both need a
+# beam of two or more:
 
 
 # %% tags=["plumbing"]
@@ -23818,10 +23828,10 @@ def print_measures(facts):
 # %% [markdown]
 # With `--json` the figures are written to a file, for programs, and with
 # `--outputs` the translations. `--split val` takes what was held out in
-# training, where there are no files of that name. But which pairs are held out
-# depends on the corpus. If it has changed since, even by one line, they are
-# others, and the model may have learned from them; then that is said, and so
-# is what the model can't know:
+# training, where there are no files of that name. But if the corpus has
+# changed since, even by one line, other pairs are held out, and the model may
+# have learned from them. A note says so then; others always say what the model
+# can't know:
 
 
 # %% tags=["plumbing"]
@@ -24625,7 +24635,7 @@ def status_of(argv):
 # | targets | smoothed | (R, V) | `smoothed_targets` | Section 5.4 |
 # | logits | before softmax | (R, V) | `smoothed_loss(logits)` | Section 5.4 |
 # | α | power in lp | () | `length_penalty(alpha)` | Section 6.1 |
-# | \|Y\| | words written | () | `length_penalty(length)` | Section 6.1 |
+# | \|Y\| | words, `</s>` too | () | `length_penalty(length)` | Section 6.1 |
 # | lp | the length penalty | () | `length_penalty` | Section 6.1 |
 # | W | width of the beam | () | `beam_search(width)` | Section 6.1 |
 # | λ | of `--back` | () | `read_back(weight)` | *Levers beyond the paper* |

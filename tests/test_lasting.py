@@ -527,6 +527,19 @@ def test_half_a_file_is_never_left_in_the_place_of_a_whole_one(
     assert same_run(out, resume(few, whole, 8, *LEVERS))
 
 
+def test_equal_weights_are_equal_files_whoever_writes_them(
+    tmp_path, monkeypatch
+):
+    """Their digests tell whether two machines have the same model."""
+    model, written = book.tiny_model(), []
+    for number in (1, 22_222):
+        monkeypatch.setattr(os, "getpid", lambda number=number: number)
+        book.write_tensors(tmp_path / "weights.pt", model.state_dict())
+        written.append((tmp_path / "weights.pt").read_bytes())
+    assert written[0] == written[1]
+    assert [*tmp_path.iterdir()] == [tmp_path / "weights.pt"]
+
+
 @pytest.mark.parametrize("error, why", [
     (OSError(28, "No space left on device"), "No space left"),
     (PermissionError(13, "Permission denied"), "Permission denied"),
