@@ -95,8 +95,8 @@
 # | real captions (Multi30k), from the command line | an hour or less |
 #
 # (Measured on an AMD EPYC that has instructions for multiplying 16-bit
-# numbers. An older one, without them, took eleven minutes for the whole
-# notebook (version `cfe3857`), a newer one three and a half (version
+# numbers. An older one, without them, took five and a half minutes for the
+# whole notebook (version `e492471`), a newer one three and a half (version
 # `8ec2fee`). Such a code names a version of this book's files.)
 #
 # **Symbols.** N, h, d_model, d_ff and d_k are the paper's; the other letters
@@ -22697,12 +22697,12 @@ QUANTIZATIONS = (
 # `--quantization int8` the file has 2.6 MB and not 8.4; greedily 94
 # translations differ and BLEU goes from 39.89 to 39.77, with the beam 101
 # differ and it goes from 40.20 to 40.21 (commit b75af4a,
-# `results/benchmarks-export.json`). On older processors CTranslate2's sums
-# seem to be cut off, too. Of the 1,014 validation sentences, written greedily,
-# 274 then differ from those in 32 bits, with newer instructions 100 (our own
-# products in 8 bits: 141 and 109); BLEU is 40.98 and 41.04 (the same program
-# with `--split val`, after `ONEDNN_MAX_CPU_ISA=AVX2
-# MKL_ENABLE_INSTRUCTIONS=AVX2` and without, commit `d7cf2f4`).
+# `results/benchmarks-export.json`). On an older processor CTranslate2's sums
+# seem to be cut off. Of the 1,014 validation sentences, written greedily, 274
+# differ there from those in 32 bits, with newer instructions 100 (our own
+# products in 8 bits: 106 and 109); BLEU is 40.98 and 41.04 (the same program
+# with `--split val`, on an AMD EPYC that has AVX2 alone, commit `e492471`, and
+# on an Intel Xeon, commit `d7cf2f4`).
 #
 # Four rules of decoding are not ours, and no conversion can change that:
 #
