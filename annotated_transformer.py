@@ -22302,7 +22302,8 @@ def int8_rows(x):
 # Are the sums exact, and quick? On processors with instructions made for this
 # (*VNNI* of AVX-512: Intel's servers since 2019, AMD's processors since 2022)
 # they are both. Elsewhere PyTorch, since 2.6, adds number by number, which
-# takes twenty times as long as in 32 bits (two cores of an AMD EPYC of 2021).
+# takes twenty times as long as in 32 bits (64 rows of 512 by 512 × 512: 5.4 ms
+# and 0.27, on two cores of an AMD EPYC that has AVX2 alone, PyTorch 2.13).
 # Before, oneDNN first added two neighbouring products in 16 bits there, and
 # what goes beyond 32,767 was cut off without a word.
 #
