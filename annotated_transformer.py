@@ -1118,7 +1118,7 @@ class Config:
 # variance 1, then lets the model choose a gain *g* and a bias *b* for each
 # dimension. (Each position is taken by itself, whatever else is in the batch.
 # The older *batch normalization* takes mean and variance over the batch,
-# padding and other sentences included.) (Here x is the row of one position, μ
+# padding and other sentences included. Here x is the row of one position, μ
 # and σ² are the mean and the variance of its D numbers, ε keeps the root from
 # being 0, and ⊙ multiplies component by component.) *Fills a gap in the
 # paper*, which names no ε: ours is torch's, 10⁻⁵.
@@ -4664,8 +4664,8 @@ def paths_of_table_1(lengths=(9, 27, 81), k=3, dilated=True):
 # %% [markdown]
 # So one convolution does not relate all positions; it takes a stack. How high
 # must the stack be, for several widths? Without gaps we expect between n/k and
-# 2n/k layers; with gaps, the fewest layers N for which $k^N$ reaches n. (In a
-# sentence of no more than k words, one layer is enough.)
+# 2n/k layers; with gaps, the smallest number N for which $k^N$ reaches n. (In
+# a sentence of no more than k words, one layer is enough.)
 
 
 # %% tags=["claim"]
@@ -14465,8 +14465,8 @@ def learned_positions_change_little(
 
 # %% [markdown]
 # Rows (D). Dropout is meant to guard against learning by heart, so let there
-# be little to learn from: 100 pairs. (With 2,000 it should be in the way.) Up
-# to the warm-up one layer will do, which learns sooner.
+# be little to learn from: 100 pairs. (With 2,000 it should be in the way.)
+# From here to the claim on the warm-up one layer will do, which learns sooner.
 
 
 # %% tags=["claim"]
@@ -15267,7 +15267,7 @@ for _name, _text in (
 # %% [markdown]
 # But what the text concludes from Table 4 can be compared with the table. It
 # has F1 on Section 23 of the Wall Street Journal, by what a parser has learned
-# from: The model of Vinyals and Kaiser is a recurrent one that writes trees as
+# from. The model of Vinyals and Kaiser is a recurrent one that writes trees as
 # a sequence (Vinyals et al., 2015), Petrov's is the BerkeleyParser (Petrov et
 # al., 2006), and Dyer's the recurrent neural network grammar (Dyer et al.,
 # 2016), of which there are two kinds. (The table calls the training of the
@@ -17503,8 +17503,9 @@ def the_model_without_a_bug():
 # gets depends on what it is padded with. Measured one length at a time, the
 # softmax and the mask have a perplexity of 1.10 to 1.12, like the right model,
 # and the heads one of 1.15 to 1.44. In one batch the mask had 1.10 to 1.56,
-# and the softmax 1.18 to 4.85: what padding costs is luck. These are the
-# numbers of six seeds each, on an AMD EPYC, commit `40dc9c4`.)
+# and the softmax 1.18 to 4.85: what padding costs is luck. Each range is of
+# seeds 0 to 5, by `train_small(recipe=replace(SMALL_RECIPE, seed=5))` and the
+# like, on an AMD EPYC, commit `40dc9c4`.)
 
 
 # %%
@@ -22302,16 +22303,16 @@ def int8_rows(x):
 # Are the sums exact, and quick? On processors with instructions made for this
 # (*VNNI* of AVX-512: Intel's servers since 2019, AMD's processors since 2022)
 # they are both. Elsewhere PyTorch, since 2.6, adds number by number, which
-# takes twenty times as long as in 32 bits (64 rows of 512 by 512 × 512: 5.4 ms
-# and 0.27, on two cores of an AMD EPYC that has AVX2 alone, PyTorch 2.13).
-# Before, oneDNN first added two neighbouring products in 16 bits there, and
-# what goes beyond 32,767 was cut off without a word.
+# takes twenty times as long as in 32 bits (64 × 512 by 512 × 512: 5.4 ms, not
+# 0.27, on two cores of an AMD EPYC that has AVX2 alone, PyTorch 2.13). Before
+# 2.6, oneDNN first added two neighbouring products in 16 bits there, and what
+# goes beyond 32,767 was cut off without a word.
 #
 # So the folded cell tries. Where the sums are wrong or slow, the same integers
 # are multiplied as numbers in 32 bits. A `float32` holds every integer up to
 # 2²⁴ = 16,777,216, and a sum of 1,024 products comes to 1,024 · 127² =
 # 16,516,096 at most: it is as exact. Longer sums are made of such parts. It
-# saves no time, but a reader of any processor sees what 8 bits cost.
+# saves no time, but the cost in BLEU can be measured on any processor.
 
 
 # %% tags=["plumbing"]
