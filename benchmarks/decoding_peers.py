@@ -10,9 +10,10 @@ rounds after a warm-up, each program at the best of several batch sizes:
 
 The programs are the book's own `greedy` and `beam_search`, transformers'
 Marian and CTranslate2, all with the same weights; ours also with factors of
-8 and 16 bits, CTranslate2 in 8 bits and in 16 where it can. CTranslate2 has
-processes of its own: once it has worked, PyTorch in the same process takes
-about one and a half times as long, and nobody would use both in one. Prints
+8 and 16 bits (not 16 where a product in them takes more than four times as
+long), CTranslate2 in 8 bits and in 16 where it can. CTranslate2 has processes
+of its own: once it has worked, PyTorch in the same process takes about one and
+a half times as long, and nobody would use both in one. Prints
 tokens a second, how many texts are not ours, and ours over each program's
 speed: the median of the rounds' ratios, the least and the largest. Needs an
 otherwise idle machine, and `pip install -r tests/peers.txt -c
@@ -35,7 +36,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import peers  # noqa: E402
-from machine import machine, write_figures  # noqa: E402
+from machine import half_is_measured, machine, write_figures  # noqa: E402
 
 import annotated_transformer as book  # noqa: E402
 from annotated_transformer import EOS  # noqa: E402
@@ -102,7 +103,7 @@ def apart(model, width, kind="none"):
     return program
 
 
-def programs(model, width):
+def programs(model, width, half=True):
     """{name: program} for a model, those first that are in 32 bits."""
     made = {"ours": ours(model, width)}
     if not model.config.norm_first:
@@ -112,7 +113,8 @@ def programs(model, width):
     other = copy.deepcopy(model)
     book.use_int8(other)
     made["ours, int8"] = ours(other, width)
-    made["ours, bf16"] = ours(model, width, torch.bfloat16)
+    if half:
+        made["ours, bf16"] = ours(model, width, torch.bfloat16)
     for name, kind in (("int8", "int8"), ("bf16", "bfloat16")):
         import ctranslate2
 
@@ -132,9 +134,9 @@ def timed(program, rows, size):
     return time.perf_counter() - began, texts
 
 
-def measure(title, model, rows, sizes, width, rounds):
+def measure(title, model, rows, sizes, width, rounds, half=True):
     """Rows of figures for all programs, measured in alternation."""
-    made, best, first = programs(model, width), {}, {}
+    made, best, first = programs(model, width, half), {}, {}
     for name, program in made.items():
         program(rows[: sizes[0]], sizes[0])  # warm
         tries = {}
@@ -244,6 +246,7 @@ def main(argv=None):
     rounds = 1 if args.quick else args.rounds
     facts, rows = machine(vars(args)), []
     print(json.dumps(facts))
+    half = half_is_measured()
     for title, make, sizes in (
         ("test set", test_set, (64, 128, 256, 512, 1000)),
         ("base", base, (32, 64)),
@@ -253,7 +256,7 @@ def main(argv=None):
         model, sources = make(args)
         for width in (1, 5):
             choice = sizes[:1] if args.quick else sizes
-            rows += measure(title, model, sources, choice, width, rounds)
+            rows += measure(title, model, sources, choice, width, rounds, half)
             write_figures(args.json, {"machine": facts, "rows": rows})
     return rows
 

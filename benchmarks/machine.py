@@ -13,6 +13,10 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import annotated_transformer as book  # noqa: E402
+
 SPEEDY = "avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16"
 
 
@@ -75,6 +79,23 @@ def machine(options=None):
             if name != "json"
         },
     }
+
+
+PATIENCE = 4  # times as long: more would be measured for hours
+
+
+def half_is_measured(tries=5):
+    """Whether 16 bits are fast enough here to be timed at all.
+
+    Processors without instructions for them compute each product in a loop
+    of their own: eight times as long as one in 32 bits was measured.
+    """
+    best = book.product_seconds(torch.device("cpu"), tries)
+    times = best["16 bits"] / best["32 bits"]
+    if times > PATIENCE:
+        print(f"16 bits: left out, a product takes {times:.0f} times as long "
+              "as in 32 bits", flush=True)  # fmt: skip
+    return times <= PATIENCE
 
 
 def write_figures(file, facts):

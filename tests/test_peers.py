@@ -175,7 +175,8 @@ def test_the_quick_benchmark_times_every_program(tmp_path, capsys):
     whole = {"ours", "Marian", "CTranslate2"}
     for width in (1, 5):
         named = {row["program"]: row for row in rows if row["width"] == width}
-        assert whole < named.keys() and len(named) >= 6
+        assert whole < named.keys() and "ours, int8" in named
+        assert ("ours, bf16" in named) == decoding_peers.half_is_measured()
         for name in whole:
             assert named[name]["differ_from_ours"] == 0
             assert named[name]["tokens"] == 8 * 16
@@ -196,6 +197,7 @@ def test_the_quick_benchmark_of_training_runs_every_form(tmp_path, capsys):
     needed("transformers")
     out = tmp_path / "rows.json"
     parts = [f"--only={part}" for part in ("peer", "kept", "forms", "limit")]
+    half = decoding_peers.half_is_measured()
     rows = training.main(["--quick", *parts, "--json", str(out)])
     facts = json.loads(out.read_text(encoding="utf-8"))
     assert facts["rows"] == rows and facts["machine"]["threads"] >= 1
@@ -208,13 +210,14 @@ def test_the_quick_benchmark_of_training_runs_every_form(tmp_path, capsys):
     if platform.libc_ver()[0] == "glibc":
         settings += ["tiny, kept", "base, kept"]
     assert [row["setting"] for row in ours] == [
-        setting for setting in settings for _ in range(4)
+        setting for setting in settings for _ in range(4 if half else 2)
     ]
     assert all(0 < row["share"][0] for row in rows if "share" in row)
     found = {"training": facts, "decoding_peers": {"rows": []}}
     run.table(found)
     lines = capsys.readouterr().out.splitlines()
-    left_out = 12 + 4 - len(settings)  # of decoding, and without glibc
+    # of decoding, without glibc, and in 16 bits
+    left_out = 12 + 4 - len(settings) + 4 * (not half)
     assert sum("not run" in line for line in lines) == left_out
     assert sum("nn.Transformer" in line for line in lines) == 6
     assert sum("memory kept by both" in line for line in lines) == 2
@@ -226,6 +229,34 @@ def test_two_processes_are_timed_on_the_corpus_of_the_other_forms(corpus):
     [*_, row] = training.main([*quick, "--corpus", str(corpus)])
     assert row["form"] == "two processes"
     assert row["tokens_per_second"][0] > 0
+
+
+@pytest.mark.parametrize("slow", [3.9, 4.1])
+def test_16_bits_are_left_out_where_they_would_take_hours(
+    slow, monkeypatch, capsys
+):
+    seconds = {"32 bits": 1.0, "oneDNN": 1.0, "16 bits": slow}
+    monkeypatch.setattr(book, "product_seconds", lambda *_: seconds)
+    monkeypatch.setattr(training, "our_update", lambda *_: lambda: 1)
+    monkeypatch.setattr(training, "peers_update", lambda *_: lambda: 1)
+    rows = training.main(["--quick", "--only", "peer"])
+    measured = ["16" in row["form"] for row in rows]
+    assert measured == ([False, True] * 4 if slow < 4 else [False] * 4)
+    parts = {"training": {"rows": rows}, "decoding_peers": {"rows": []}}
+    assert all(
+        bool(found) == (slow < 4 or "16" not in what)
+        for what, found, _ in run.aims(parts)
+        if "training" in what and "kept" not in what
+    )
+    assert ("16 bits: left out" in capsys.readouterr().out) == (slow > 4)
+    made = {"half": slow < 4}
+    monkeypatch.setattr(
+        decoding_peers,
+        "programs",
+        lambda *how: made.update(asked=how[2]) or {},
+    )
+    decoding_peers.main(["--quick", "--only", "base"])
+    assert made["asked"] is made["half"]
 
 
 KINDS = {"products by oneDNN", "16-bit products"}
