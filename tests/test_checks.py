@@ -240,8 +240,8 @@ SLIPS = {
         "int8_products_are_close",
     ),
     "cut off, not rounded": (
-        "(x * (127 / largest)).round_().to(torch.int8)",
-        "(x * (127 / largest)).to(torch.int8)",
+        "(x * (most / largest)).round_().to(torch.int8)",
+        "(x * (most / largest)).to(torch.int8)",
         "int8_products_are_close",
     ),
     "a gradient of half the size, by oneDNN": (
@@ -646,8 +646,8 @@ SLIPS = {
         "a_changed_file_is_noticed",
     ),
     "encoded anew each time": (
-        "self.stored, texts.facts = stored, facts",
-        "self.stored, texts.facts = None, facts",
+        "self.stored, val = stored, facts",
+        "self.stored, val = None, facts",
         "a_changed_file_is_noticed",
     ),
     "one attention row too heavy": (

@@ -160,6 +160,13 @@ def test_a_notebook_gives_commands_to_main(few, tmp_path):
     assert "give the sentences" in silent["stderr"]
 
 
+def test_a_quotation_that_does_not_end_is_told(capsys):
+    for words in ("translate L'homme dort", 'translate "Ein Hund'):
+        assert book.main(words) == 2
+        said = capsys.readouterr().err
+        assert "No closing quotation" in said and "double" in said
+
+
 # ----------------------------------------------------------------------- help
 
 
@@ -1472,6 +1479,64 @@ def test_it_is_told_if_other_pairs_are_held_out_than_in_training(
         assert status == 0 and "may have learned from some" in errors
 
 
+def test_it_is_told_if_the_model_of_from_had_other_pairs_held_out(
+    capsys, corpus, tmp_path
+):
+    """By `train`, and by `evaluate` of what comes of it."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for path in corpus.glob("train.*"):
+        shutil.copy(path, folder / path.name)
+    first = trained(folder, tmp_path / "first", 1)
+    start, notes = ["--device", "cpu", "--steps", 1, "--corpus", folder], []
+    for name in "same", "moved":
+        out = tmp_path / name
+        train = ["train", *start, "--from", first, "--out", out]
+        status, _, errors = run(capsys, *train)
+        assert status == 0
+        notes.append("may have learned from some" in errors)
+        how = ["--model", out, "--corpus", folder, "--split", "val"]
+        how += ["--beam", 1, "--device", "cpu"]
+        status, _, errors = run(capsys, "evaluate", *how)
+        assert status == 0
+        notes.append("may have learned from some" in errors)
+        for path in folder.iterdir():
+            path.write_text(f"more\n{path.read_text('utf-8')}", "utf-8")
+    assert notes == [False, False, True, True]
+
+
+def test_that_the_model_of_from_had_other_pairs_hinders_no_resuming(
+    capsys, corpus, tmp_path
+):
+    first = trained(corpus, tmp_path / "first", 1)  # it has val files
+    folder, out = tmp_path / "texts", tmp_path / "out"
+    folder.mkdir()
+    for path in corpus.glob("train.*"):
+        shutil.copy(path, folder / path.name)
+    for steps, more in ((1, []), (2, ["--resume"])):
+        train = ["train", "--device", "cpu", "--steps", steps, "--corpus"]
+        train += [folder, "--from", first, "--out", out, *more]
+        status, _, errors = run(capsys, *train)
+        assert status == 0 and "note: --from" in errors
+    assert len(book.load_description(out)["val"]) == 2
+
+
+def test_what_was_measured_is_kept_though_nobody_reads_what_is_printed(
+    capsys, small, corpus, tmp_path, monkeypatch
+):
+    def gone(*_):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(book, "print_measures", gone)
+    files = tmp_path / "facts.json", tmp_path / "written.txt"
+    how = ["--model", small, "--corpus", corpus, "--split", "val"]
+    how += ["--beam", 1, "--device", "cpu"]
+    how += ["--json", files[0], "--outputs", files[1]]
+    assert run(capsys, "evaluate", *how)[0] == 1
+    assert "bleu" in json.loads(files[0].read_text("utf-8"))
+    assert len(lines_of(files[1])) == 3
+
+
 def test_evaluate_counts_what_the_model_cannot_know(
     capsys, model, corpus, tmp_path
 ):
@@ -1585,6 +1650,7 @@ def test_a_larger_corpus_has_the_pairs_and_what_models_make_of_them(
     out = tmp_path / "larger"
     status, _, said = run(capsys, *diversify(pairs, out, small, back))
     assert status == 0 and "30 pairs and 60 made of them" in said
+    assert "30 training pairs, 30 for validation" in said
     de, en = numbered("train", "de"), numbered("train", "en")
     ours, theirs = map(book.load_translator, (small, back))
     written = {name: lines_of(out / name) for name in ("train.de", "train.en")}

@@ -199,7 +199,8 @@ def test_in_8_bits_the_published_model_comes_out_nearly_as_ours(
     tokens = [translator.split(text) for text in TEXTS]
     ours, theirs = translator.translate_words(tokens), written(folder, tokens)
     # CTranslate2 goes its own way where the processor has no such products.
-    most = 20 if book.integers_pay() else len(TEXTS)
+    quick = book.integer_sums()[0] is book.by_int_mm
+    most = 20 if quick else len(TEXTS)
     assert 0 < sum(a != b for a, b in zip(ours, theirs)) < most
 
 
@@ -379,47 +380,103 @@ def test_a_writer_in_8_bits_is_not_refused_for_its_rounding(monkeypatch):
     assert max(far) > 0.001  # or these texts would show nothing
 
 
-@pytest.mark.parametrize("pays", [True, False])
-@pytest.mark.parametrize("width", [40, 1024, 1025, 4096])
-def test_integers_multiplied_as_floats_have_the_same_sums(
-    monkeypatch, width, pays
-):
-    """In parts, for a float32 holds integers up to 2^24 only."""
+WAYS = {"_int_mm": 127, "fbgemm": 64, "floats": 127}
+
+
+def way_of(name):
+    """(a way to multiply integers, the largest of a weight); skips."""
+    way, most = getattr(book, f"by_{name.lstrip('_')}"), WAYS[name]
     ones = torch.full((64, 64), 127, dtype=torch.int8)
-    if pays and not torch._int_mm(ones, ones).eq(64 * 127**2).all():
-        pytest.skip("PyTorch before 2.6, without VNNI: sums are cut off")
-    monkeypatch.setattr(book, "integers_pay", lambda: pays)
+    weight = torch.full((64, 64), most, dtype=torch.int8)
+    try:
+        exact = way(weight)(ones).eq(64 * 127 * most).all()
+    except (RuntimeError, AttributeError):
+        pytest.skip(f"PyTorch has no {name} here")
+    if not exact:
+        pytest.skip(f"{name} cuts sums off here")
+    return way, most
+
+
+@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("width", [40, 1024, 1025, 4096])
+def test_integers_have_the_same_sums_in_each_way(monkeypatch, width, name):
+    """As floats in parts, for a float32 holds integers up to 2^24 only."""
+    way, most = way_of(name)
+    monkeypatch.setattr(book, "integer_sums", lambda: (way, most))
     x, weight = torch.randn(9, width), torch.randn(12, width)
     x[0], weight[0] = 1, 1  # the largest sum there can be
     product = book.Int8Product(weight)
-    kept = torch.int8 if pays else torch.float32
-    assert product.weight.dtype == kept
-    rows, integers = (book.int8_rows(part)[0] for part in (x, weight))
+    rows = book.int8_rows(x)[0]
+    integers = book.int8_rows(weight, most)[0]
+    assert product.weight.equal(integers) and integers[0, 0] == most
     right = rows.long() @ integers.long().T
     assert product.sums(rows).equal(right.float())
     joined = book.Int8Product.join([product, product])
     assert joined(x).equal(torch.cat([product(x)] * 2, dim=1))
+    book.int8_products_are_close()
 
 
-@pytest.mark.parametrize("fault", ["slow", "cut off", "missing"])
+def faulty(way, fault):
+    """A way that is slow, or cuts sums off, or is not there."""
+
+    def made(weight):
+        multiply = way(weight)
+        if fault == "missing":
+            raise AttributeError("no such library")
+
+        def multiply_badly(rows):
+            if fault == "not implemented":
+                raise RuntimeError("not implemented here")
+            if fault == "slow":
+                book.time.sleep(0.02)
+            sums = multiply(rows)
+            return sums.clamp(max=1e6) if fault == "cut off" else sums
+
+        return multiply_badly
+
+    return made
+
+
+@pytest.mark.parametrize(
+    "fault", ["slow", "cut off", "missing", "not implemented"]
+)
 def test_bad_products_of_integers_are_not_used(monkeypatch, fault):
     """As of PyTorch without VNNI: since 2.6, before, and where it has none."""
-
-    def faulty(x, weight):
-        if fault == "missing":
-            raise RuntimeError("not implemented here")
-        if fault == "slow":
-            book.time.sleep(0.02)
-        sums = x.float() @ weight.float()
-        return (sums.clamp(max=4e6) if fault == "cut off" else sums).int()
-
+    bad = faulty(book.by_floats, fault)
     try:
-        book.integers_pay.cache_clear()
-        monkeypatch.setattr(torch, "_int_mm", faulty)
-        assert not book.integers_pay()
-        book.int8_products_are_close()
+        for names, left in (
+            (["by_int_mm"], (book.by_fbgemm, book.by_floats)),
+            (["by_int_mm", "by_fbgemm"], (book.by_floats,)),
+        ):
+            for name in names:
+                monkeypatch.setattr(book, name, bad)
+            book.integer_sums.cache_clear()
+            assert book.integer_sums()[0] in left
+            book.int8_products_are_close()
     finally:
-        book.integers_pay.cache_clear()
+        book.integer_sums.cache_clear()
+
+
+def test_the_first_way_that_is_exact_and_quick_is_taken(monkeypatch):
+    """Weights as fine as can be, if that does not take twice as long."""
+    try:
+        for name in ("by_int_mm", "by_fbgemm"):
+            other = "by_fbgemm" if name == "by_int_mm" else "by_int_mm"
+            monkeypatch.setattr(book, other, faulty(book.by_floats, "cut off"))
+            monkeypatch.setattr(book, name, quick := by_nothing)
+            book.integer_sums.cache_clear()
+            most = 127 if name == "by_int_mm" else 64
+            assert book.integer_sums() == (quick, most)
+    finally:
+        book.integer_sums.cache_clear()
+
+
+def by_nothing(weight):
+    """It knows the answer to the trial's question before it is put."""
+    sign = torch.ones(64)
+    sign[::2] = -1
+    known = (sign[:, None] * 512 * 127 * float(weight[0, 0])).expand(64, 512)
+    return lambda rows: known
 
 
 EXACT = """
@@ -434,7 +491,7 @@ for width, number in ((64, 48), (512, 96), (100, 33)):
 for seed in range(5):
     torch.manual_seed(seed)
     book.int8_products_are_close()
-print("exact", book.integers_pay())
+print("exact", book.integer_sums()[0].__name__)
 """
 
 
@@ -539,7 +596,8 @@ def test_fewer_bits_that_save_no_time_are_said_to(
     capsys, monkeypatch, tmp_path, option, pays
 ):
     book.save_translator(KINDS["pieces, pre-norm"](), tmp_path)
-    monkeypatch.setattr(book, "integers_pay", lambda: pays)
+    way = book.by_int_mm if pays else book.by_floats
+    monkeypatch.setattr(book, "integer_sums", lambda: (way, 127))
     monkeypatch.setattr(book, "half_pays", lambda *_: pays)
     model = "--model", tmp_path, "--device", "cpu", "--beam", 1
     status, text, told = run(capsys, "translate", *model, option, TEXTS[0])

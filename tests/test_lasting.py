@@ -574,6 +574,23 @@ def test_what_is_no_fault_of_the_disk_is_not_blamed_on_it(tmp_path):
         assert found.value is error
 
 
+def test_a_full_memory_is_not_taken_for_another_models_checkpoint(
+    few, tmp_path, monkeypatch
+):
+    out = trained(few, tmp_path / "out", 1)
+
+    def full(self, state):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    translator = book.load_translator(out)
+    optimizer = book.adam(translator.model)
+    monkeypatch.setattr(type(optimizer), "load_state_dict", full)
+    facts = book.saved_description(out)
+    run = book.Run(translator, optimizer, None, facts)
+    with pytest.raises(torch.OutOfMemoryError):
+        run.load(out)
+
+
 def test_a_log_that_cannot_be_written_names_itself_and_the_remedy(
     capsys, few, tmp_path, monkeypatch
 ):

@@ -368,6 +368,33 @@ def test_a_held_out_line_that_changed_is_named_with_its_file(
     assert "held out of train.en)" in message and "val." not in message
 
 
+def test_copies_are_counted_in_the_validation_text_of_now(
+    folder, tmp_path, monkeypatch, capsys
+):
+    """Though what was encoded before is found again."""
+    copied = [(f"ein langes Wort {n:040}", f"a long word {n}") for n in "123"]
+    for language, side in zip(("de", "en"), zip(*copied)):
+        path = folder / f"train.{language}"
+        text = path.read_text(encoding="utf-8")
+        path.write_text(text + "\n".join(side) + "\n", encoding="utf-8")
+    told, encoded = [], []
+    real = book.pack
+    monkeypatch.setattr(
+        book, "pack", lambda *a, **k: encoded.append(1) or real(*a, **k)
+    )
+    for number, val in enumerate((copied[:2], copied[1:2], [("ja", "yes")])):
+        write(folder, "val", val)
+        capsys.readouterr()
+        trained_here = [*LEARNED, "--cache", tmp_path / "cache"]
+        command = training_command(
+            folder, tmp_path / f"{number}", 1, *trained_here
+        )
+        status, said = book.main([*map(str, command)]), capsys.readouterr().err
+        assert status == 0, said
+        told.append([n for n in "123" if f"{n} of the training pairs" in said])
+    assert told == [["2"], ["1"], []] and len(encoded) == 1
+
+
 def test_texts_are_known_by_one_digest(folder):
     """That of all pairs as JSON, by which older checkpoints know theirs."""
     pairs = [(f"eins {n} \u00e4", f"one {n}") for n in range(10_007)]

@@ -850,6 +850,20 @@ def test_a_writer_takes_weights_in_16_bits(kind):
         book.Writer(book.restless_model(N=6).to(kind))
 
 
+@pytest.mark.parametrize(
+    "kind, limit",
+    [(None, 0.002), (torch.float32, 0.002), (torch.bfloat16, 0.03)],
+)
+def test_only_fewer_bits_excuse_a_difference(kind, limit, monkeypatch):
+    """32 bits that are asked for by name are still 32."""
+    model = book.tiny_model()
+    monkeypatch.setattr(book, "written_otherwise", lambda *_: 0.9 * limit)
+    book.Writer(model, kind)
+    monkeypatch.setattr(book, "written_otherwise", lambda *_: 1.1 * limit)
+    with pytest.raises(book.InputError, match="was changed in this model"):
+        book.Writer(model, kind)
+
+
 @pytest.mark.parametrize("preset", ["tiny", "base"])
 @pytest.mark.parametrize("kind", [None, torch.bfloat16])
 @pytest.mark.parametrize("norm_first", [False, True])

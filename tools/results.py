@@ -1000,6 +1000,7 @@ def heart_table():
 
 MACHINES = {  # --name: what its processor has besides its name
     None: "",
+    "epyc-zen3": " (Zen 3)",
     "epyc-zen5": " (Zen 5)",
     "xeon": "",
     "xeon-amx": " with AMX",
