@@ -139,6 +139,17 @@ def test_a_run_begun_anew_goes_on_with_nothing_old(tmp_path, monkeypatch):
     assert len(found) == 2
 
 
+def test_what_was_found_is_kept_though_nobody_reads_it(tmp_path, monkeypatch):
+    def gone(*_, **__):
+        raise BrokenPipeError
+
+    path, name = tmp_path / "claims.json", "base_and_big_on_wmt14_german"
+    with monkeypatch.context() as patch:
+        patch.setattr("builtins.print", gone)
+        assert book.main(["claims", name, "--out", str(path)]) == 1
+    assert json.loads(path.read_text("utf-8")).keys() == {name}
+
+
 def test_what_comes_out_otherwise_is_printed(capsys):
     assert book.main(["claims", "recurrence_waits"]) == 0
     assert "with linear=True: not reproduced" in capsys.readouterr().out
