@@ -88,7 +88,7 @@ def half_is_measured(tries=5):
     """Whether 16 bits are fast enough here to be timed at all.
 
     Processors without instructions for them compute each product in a loop
-    of their own: eight times as long as one in 32 bits was measured.
+    of their own: ten times as long as one in 32 bits was measured.
     """
     best = book.product_seconds(torch.device("cpu"), tries)
     times = best["16 bits"] / best["32 bits"]
