@@ -12634,8 +12634,8 @@ out_of_reach(
     "6.1",
     "27.3 BLEU for base and 28.4 for big, from English to German (WMT 2014)",
     "it takes 4.5 million pairs, which are not here, and for base alone "
-    "9.5·10¹⁷ operations, as counted above (Table 2 has 3.3·10¹⁸): 22 to 110 "
-    "days at the 1 to 5·10¹¹ a second that two cores make in 32 bits",
+    "9.5·10¹⁷ operations, as counted above (Table 2 has 3.3·10¹⁸): 23 to 61 "
+    "days at 1.8 to 4.9·10¹¹ a second, a large product's rate on two cores",
 )
 out_of_reach(
     "big_on_wmt14_french",
@@ -22396,6 +22396,7 @@ def integer_sums():
     """(what multiplies 8-bit integers well here, the largest of a weight)"""
     x = torch.full((64, 512), 127, dtype=torch.int8)
     x[::2] *= -1
+    # Finer integers may take longer; coarser ones must save time.
     for way, most, patience in ((by_int_mm, 127, 2), (by_fbgemm, 64, 1)):
         weight = torch.full((512, 512), most, dtype=torch.int8)
         multiply, best = by_floats(weight), [math.inf, math.inf]
@@ -23334,6 +23335,22 @@ def digest_of(pairs):
     return hashlib.sha256(json.dumps(pairs).encode()).hexdigest()
 
 
+def held_out_by_both(args, val):
+    """Digests of what is held out: one, if --from held out the same pairs.
+
+    Else that of --from as well, so that `evaluate` knows; and a note is told.
+    """
+    now = digest_of(val)
+    before = load_description(Path(args.start)).get("val", [])
+    before = {before} if isinstance(before, str) else {*before}
+    if before <= {now, digest_of([pair[::-1] for pair in val])}:
+        return now
+    say(f"note: --from {args.start} had other pairs held out in its training, "
+        "and may have learned from some of those that are held out now; files "
+        f"val.{args.src} and val.{args.tgt} are held out of all")  # fmt: skip
+    return sorted({now, *before})
+
+
 def prepare_training(args, facts, saved, sizes, pieces):
     """The translator, its PackedPairs, and the validation pairs of `train`.
 
@@ -23365,16 +23382,9 @@ def prepare_training(args, facts, saved, sizes, pieces):
         corpus.refuse(args.out)
     facts["val"] = digest_of(val)
     if start and texts.held:
-        before = load_description(Path(args.start)).get("val", [])
-        before = {before} if isinstance(before, str) else {*before}
-        if before - {facts["val"], digest_of([p[::-1] for p in val])}:
-            say(f"note: --from {args.start} had other pairs held out in its "
-                "training, and may have learned from some of those that are "
-                f"held out now; files val.{args.src} and val.{args.tgt} would "
-                "tell")  # fmt: skip
-            facts["val"] = sorted({facts["val"], *before})
+        facts["val"] = held_out_by_both(args, val)
     if saved and digest_of(val) in saved.get("val", ""):
-        facts["val"] = saved["val"]
+        facts["val"] = saved["val"]  # older runs have but their own
     if saved and saved.get("val", facts["val"]) != facts["val"]:
         which = f"val.{args.src}, val.{args.tgt}"
         if texts.held:
@@ -24600,8 +24610,9 @@ def main(argv):
         try:
             argv = shlex.split(argv)
         except ValueError as error:  # as in L'homme
-            say(f"error: {error}; put a text with such a mark into double "
-                'ones, or give a list: main(["translate", …])')  # fmt: skip
+            say(f"error: {error}; put double quotation marks around a text "
+                "with an apostrophe, or give a list: "
+                'main(["translate", …])')  # fmt: skip
             return 2
     for stream_ in (sys.stdout, sys.stderr):
         if hasattr(stream_, "reconfigure"):
