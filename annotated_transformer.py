@@ -23345,9 +23345,10 @@ def held_out_by_both(args, val):
     before = {before} if isinstance(before, str) else {*before}
     if before <= {now, digest_of([pair[::-1] for pair in val])}:
         return now
+    files = f"files val.{args.src} and val.{args.tgt}"
     say(f"note: --from {args.start} had other pairs held out in its training, "
-        "and may have learned from some of those that are held out now; files "
-        f"val.{args.src} and val.{args.tgt} are held out of all")  # fmt: skip
+        "and may have learned from some of those that are held out now; give "
+        f"{files}, and each run holds out the same")  # fmt: skip
     return sorted({now, *before})
 
 
