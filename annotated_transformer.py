@@ -22567,9 +22567,10 @@ def int8_products_are_close():
 # differ).
 #
 # What does it cost where the integers of W go to 64 only? And what did sums
-# cost that were cut off, before PyTorch 2.6? For the latter, with
-# `ONEDNN_MAX_CPU_ISA=AVX2` before the command, oneDNN uses no instruction that
-# older processors lack. BLEU on the validation set, with `--alpha 1.5`:
+# cost that were cut off, before PyTorch 2.6? For the latter we wrote
+# `ONEDNN_MAX_CPU_ISA=AVX2` before the command, so that oneDNN uses no
+# instruction that older processors lack. BLEU on the validation set, with
+# `--alpha 1.5`:
 #
 # | model | beam | 32 bits | 8 bits | W up to 64 | sums cut off |
 # |---|---|---|---|---|---|
